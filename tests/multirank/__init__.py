@@ -1,0 +1,1 @@
+"""Tests that need several ranks: real processes, real gloo over loopback sockets."""
