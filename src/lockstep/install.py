@@ -1,0 +1,90 @@
+"""Put Lockstep in the place of torch's DistributedDataParallel, for programs that stay unchanged.
+
+Modules that already took the class with ``from torch.nn.parallel import DistributedDataParallel`` hold a
+reference of their own, so replacing torch's attribute is not enough: every loaded module is looked through.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+import torch.nn.parallel.distributed as torch_ddp_module
+
+__all__ = ["install", "uninstall"]
+
+
+class _Replaced(NamedTuple):
+    """One attribute of one module that holds ``new`` where it held ``old``."""
+
+    module: ModuleType
+    attribute: str
+    old: Any
+    new: Any
+
+
+# While installed: torch's object and what stands in its place, and every reference that was exchanged.
+_stand_ins: list[tuple[Any, Any]] = []
+_replaced: list[_Replaced] = []
+
+
+def install() -> None:
+    """Make ``torch.nn.parallel.DistributedDataParallel`` be Lockstep's, everywhere in this process.
+
+    Modules loaded later get it from torch's own modules; modules loaded before have their reference
+    exchanged. Called again, it also reaches modules that took the reference in between.  A bare
+    ``torch.distributed.init_process_group()`` takes the backend that ``lockstep run`` chose
+    (LOCKSTEP_BACKEND); a backend that the program names itself is never changed.
+    """
+    from lockstep.ddp import DistributedDataParallel
+
+    if not _stand_ins:
+        _stand_ins.append((torch_ddp_module.DistributedDataParallel, DistributedDataParallel))
+        _stand_ins.append((dist.init_process_group, _with_default_backend(dist.init_process_group)))
+    for name, module in list(sys.modules.items()):
+        # Some libraries put objects that are no modules there; Lockstep itself must keep sight of torch's
+        # class.
+        if isinstance(module, ModuleType) and name.partition(".")[0] != "lockstep":
+            _replace_in(module)
+
+
+def uninstall() -> None:
+    """Put back every reference that ``install()`` exchanged; nothing happens where it was not called.
+
+    A reference that someone else changed since then is left alone, and so is one that a module took while
+    Lockstep was installed: it cannot be told from an import of Lockstep's own class.
+    """
+    for module, attribute, old, new in reversed(_replaced):
+        if vars(module).get(attribute) is new:
+            vars(module)[attribute] = old
+    _replaced.clear()
+    _stand_ins.clear()
+
+
+def _replace_in(module: ModuleType) -> None:
+    # The namespace is read and written directly: lazy modules import half a library on getattr.
+    namespace = vars(module)
+    for attribute, value in list(namespace.items()):
+        for old, new in _stand_ins:
+            if value is old:
+                namespace[attribute] = new
+                _replaced.append(_Replaced(module, attribute, old, new))
+
+
+def _with_default_backend(init_process_group: Callable[..., None]) -> Callable[..., None]:
+    """``init_process_group`` that asks LOCKSTEP_BACKEND where the program leaves the choice open."""
+
+    @functools.wraps(init_process_group)
+    def init_with_default_backend(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        chosen = os.environ.get("LOCKSTEP_BACKEND")
+        # For nccl, torch's own default is the better one: nccl for GPU tensors and gloo for those on the CPU.
+        if backend is None and kwargs.get("device_id") is None and chosen not in (None, "", "nccl"):
+            backend = chosen
+        init_process_group(backend, *args, **kwargs)
+
+    return init_with_default_backend
