@@ -1,0 +1,88 @@
+"""A board of store keys that the ranks of one group share.
+
+A collective that only some ranks reach hangs the others; a key that is not there can be waited for with a deadline
+and named.  So everything ranks must agree on, and every word about who is late or failed, goes over a board.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from itertools import count
+from time import monotonic
+from typing import Any
+
+from lockstep import torch_private
+
+_SLICE_SECONDS = 1.0
+_wrap_counters: dict[str, count[int]] = {}
+
+
+class Board:
+    """Keys under one prefix, written and read by the ranks ``0 .. world - 1`` of a group."""
+
+    def __init__(self, store: Any, prefix: str, rank: int, world: int) -> None:
+        self._store = store
+        self._prefix = prefix
+        self.rank = rank
+        self.world = world
+
+    def post(self, key: str, value: str) -> None:
+        self._store.set(self._full(key), value)
+
+    def post_first(self, key: str, value: str) -> str:
+        """Post ``value`` unless the key is taken; returns what stands there."""
+        return self._store.compare_set(self._full(key), "", value).decode()
+
+    def read(self, key: str) -> str | None:
+        """The value of ``key`` if it was posted; never waits."""
+        if not self._store.check([self._full(key)]):
+            return None
+        return self._store.get(self._full(key)).decode() or None
+
+    def forget(self, key: str) -> None:
+        self._store.set(self._full(key), "")
+
+    def wait_for(
+        self, keys: Iterable[str], deadline: float, on_slice: Callable[[], None] | None = None
+    ) -> list[str]:
+        """Wait until all ``keys`` are posted or ``deadline`` (monotonic seconds); returns the missing ones.
+
+        Waits in slices of at most a second, so that Ctrl-C works; ``on_slice`` is called after each.
+        """
+        missing = list(keys)
+        while True:
+            left = deadline - monotonic()
+            slice_seconds = max(0.001, min(_SLICE_SECONDS, left))
+            try:
+                self._store.wait([self._full(key) for key in missing], timedelta(seconds=slice_seconds))
+                return []
+            except RuntimeError:
+                missing = [key for key in missing if not self._store.check([self._full(key)])]
+                if not missing or monotonic() >= deadline:
+                    return missing
+                if on_slice is not None:
+                    on_slice()
+
+    def _full(self, key: str) -> str:
+        return f"{self._prefix}/{key}"
+
+
+def open_board(process_group: Any) -> Board | None:
+    """The board for the next wrapper on this group; None where ranks share no store (one rank, fake group).
+
+    Ranks wrap models on a group in the same order, so a counter per group names the board.  The restart count is
+    part of the name because a launcher may keep its store over restarts.
+    """
+    if process_group.size() == 1 or process_group.name() == "fake":
+        return None
+    try:
+        store = torch_private.default_store()
+    except (RuntimeError, ValueError):
+        return None  # a group that was not made by init_process_group brings no store along
+    group_name = process_group.group_name
+    index = next(_wrap_counters.setdefault(group_name, count()))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    prefix = f"lockstep/{attempt}/{group_name}/{index}"
+    return Board(store, prefix, process_group.rank(), process_group.size())

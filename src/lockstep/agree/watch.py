@@ -1,0 +1,144 @@
+"""Waiting for a collective without going blind: slices, Ctrl-C, who is late, who failed.
+
+gloo cannot abort a collective, but its waits can time out and be tried again.  So a wait is a row of short waits;
+between two of them Python can be interrupted, a peer's last words can be read, and after a while the ranks that have
+not arrived are named.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from time import monotonic, sleep
+from typing import Any
+
+import torch
+
+from lockstep.agree.board import Board
+from lockstep.errors import PeerFailed
+
+logger = logging.getLogger("lockstep")
+
+_SLICE = timedelta(seconds=1)
+_STALL_SECONDS = float(os.environ.get("LOCKSTEP_STALL_SECONDS", "10"))
+# After a connection breaks, how long to look for the failing peer's own words before raising.
+_LAST_WORDS_SECONDS = 1.0
+
+
+class Watch:
+    """Waits for collectives of one wrapper and tells peers why this rank stopped, if it did."""
+
+    def __init__(self, board: Board | None, rank: int) -> None:
+        self._board = board
+        self._rank = rank
+
+    def wait_work(self, work: Any, moment: str) -> None:
+        """Wait for ``work`` (a collective whose wait blocks the host); ``moment`` names it in messages."""
+        self._wait(lambda: work.wait(_SLICE), work.is_completed, moment)
+
+    def wait_future(self, future: torch.futures.Future[Any], moment: str) -> Any:
+        """Wait for what a communication hook returned, and return its value."""
+        if not future.done():
+            done = threading.Event()
+            future.add_done_callback(lambda _: done.set())
+
+            def wait_slice() -> None:  # a future has no wait with a time limit
+                if not done.wait(_SLICE.total_seconds()):
+                    raise RuntimeError("not done within the slice")
+
+            self._wait(wait_slice, done.is_set, moment)
+        return future.wait()
+
+    def _wait(self, wait_slice: Callable[[], object], is_completed: Callable[[], bool], moment: str) -> None:
+        next_report = monotonic() + _STALL_SECONDS
+        pause = _STALL_SECONDS
+        while True:
+            try:
+                wait_slice()
+                return
+            except RuntimeError:
+                if is_completed():  # it ended, perhaps only just now: the next wait says how
+                    try:
+                        wait_slice()
+                        return
+                    except RuntimeError as error:
+                        self._raise_lost_peer(error, moment)
+            self._raise_failed_peer(moment)
+            if monotonic() >= next_report:
+                self._report_stall(moment)
+                pause *= 2
+                next_report = monotonic() + pause
+
+    # ---------------------------------------------------------------- last words
+
+    def post_failure(self, error: BaseException) -> None:
+        """Leave this rank's first error on the board, for peers that will otherwise only see a silence."""
+        if self._board is None:
+            return
+        words = json.dumps({"rank": self._rank, "type": type(error).__name__, "text": str(error)[:4000]})
+        try:
+            self._board.post_first("failure", words)
+        except RuntimeError:
+            logger.debug("the store is gone; peers will see a closed connection instead of our error")
+
+    def clear_failure(self) -> None:
+        """Forget an error that was handled, so that it is not quoted for a later one."""
+        if self._board is not None:
+            self._board.forget("failure")
+
+    def _raise_failed_peer(self, moment: str) -> None:
+        if self._board is None:
+            return
+        try:
+            words = self._board.read("failure")
+        except RuntimeError:
+            return
+        if not words:
+            return
+        failure = json.loads(words)
+        if failure["rank"] != self._rank:
+            raise PeerFailed(
+                f"Rank {failure['rank']} failed while rank {self._rank} waited for it in {moment}. It said:\n"
+                f"{failure['type']}: {failure['text']}",
+                failure["rank"],
+            )
+
+    def _raise_lost_peer(self, error: RuntimeError, moment: str) -> None:
+        deadline = monotonic() + _LAST_WORDS_SECONDS
+        while self._board is not None and monotonic() < deadline:
+            self._raise_failed_peer(moment)
+            sleep(0.05)
+        raise PeerFailed(
+            f"Rank {self._rank} lost a peer in {moment}: {error}\n"
+            "That peer left no error behind, so it was probably killed (out of memory, a signal, a lost host). "
+            "Look at the first rank that ended, and at the launcher's summary."
+        ) from error
+
+    # ---------------------------------------------------------------- who is late
+
+    def _report_stall(self, moment: str) -> None:
+        arrived: dict[int, str] = {self._rank: moment}
+        if self._board is not None:
+            try:
+                self._board.post(f"waiting/{self._rank}", moment)
+                for rank in range(self._board.world):
+                    elsewhere = self._board.read(f"waiting/{rank}")
+                    if elsewhere is not None:
+                        arrived[rank] = elsewhere
+                late = [rank for rank in range(self._board.world) if arrived.get(rank) != moment]
+            except RuntimeError:
+                late = []
+        else:
+            late = []
+        where = "".join(f"; rank {r} waits in {arrived[r]}" for r in late if r in arrived)
+        logger.warning(
+            "Rank %d is still waiting in %s. Ranks that have not arrived there: %s%s.",
+            self._rank,
+            moment,
+            late or "none is known to be late (a slow link, or all ranks arrived just now)",
+            where,
+        )

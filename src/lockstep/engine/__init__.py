@@ -1,0 +1,1 @@
+"""How gradients travel: the reducer, its callers in eager mode, comm hooks, buffers, join."""

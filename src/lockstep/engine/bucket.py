@@ -1,0 +1,137 @@
+"""The live side of a plan: parameters with their state in the current window, and the bucket they travel in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import ParameterPlace
+from lockstep.plan import Bucket
+
+
+class Slot:
+    """One parameter's place in its bucket, and what happened to it in the current window."""
+
+    __slots__ = (
+        "bucket",
+        "dirty",
+        "expected_fires",
+        "found_unused",
+        "is_dense_row_major",
+        "is_dtensor",
+        "name",
+        "num_elements",
+        "num_fires",
+        "offset",
+        "owner",
+        "parameter",
+        "position",
+        "ready",
+        "shape",
+        "stride",
+    )
+
+    def __init__(self, name: str, parameter: nn.Parameter, owner: str, position: int) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.owner = owner
+        self.position = position  # in declaration order
+        local = local_tensor(parameter)
+        self.is_dtensor = local is not parameter
+        self.shape = local.shape
+        self.stride = local.stride()
+        self.num_elements = local.numel()
+        self.is_dense_row_major = local.is_contiguous()
+        self.bucket: LiveBucket
+        self.offset = 0
+        # Holds a gradient that no reduction has seen yet (set by every backward, cleared by a reduction).
+        self.dirty = False
+        self.ready = False
+        self.found_unused = False
+        self.num_fires = 0
+        self.expected_fires: int | None = None
+
+    @property
+    def place(self) -> ParameterPlace:
+        return ParameterPlace(self.name, self.owner, self.bucket.spec.index, self.position)
+
+
+class LiveBucket:
+    """A bucket of the plan with its slots, its flat buffer while it travels, and its countdown."""
+
+    __slots__ = (
+        "flat",
+        "flight",
+        "gradients",
+        "launched_ns",
+        "num_pending",
+        "persistent",
+        "sizes",
+        "skipped",
+        "slots",
+        "spec",
+    )
+
+    def __init__(self, spec: Bucket, slots: Sequence[Slot]) -> None:
+        self.spec = spec
+        self.slots = list(slots)
+        self.sizes = [slot.num_elements for slot in slots]
+        for slot, offset in zip(slots, spec.offsets, strict=True):
+            slot.bucket = self
+            slot.offset = offset
+        self.num_pending = len(self.slots)
+        self.flat: Tensor | None = None
+        self.persistent: Tensor | None = None
+        self.gradients: list[Tensor | None] = []
+        self.flight: Any = None
+        self.skipped = False
+        self.launched_ns = 0
+
+    @property
+    def index(self) -> int:
+        return self.spec.index
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Each parameter's part of ``flat``, in the parameter's own shape and memory order."""
+        pieces = flat.split(self.sizes) if len(self.sizes) > 1 else (flat,)
+        return [
+            piece.view(slot.shape) if slot.is_dense_row_major else piece.as_strided(slot.shape, slot.stride)
+            for piece, slot in zip(pieces, self.slots, strict=True)
+        ]
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that lives here; any other tensor as it is."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the tensor's elements fill one block of memory without gaps or overlap, in whatever order."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def flatten_gradient(gradient: Tensor | None, slot: Slot, like: Tensor) -> Tensor:
+    """A gradient as one row in the parameter's memory order, in the dtype it travels in; zeros for none.
+
+    ``like`` gives dtype and device.
+    """
+    if gradient is None:
+        return like.new_zeros(slot.num_elements)
+    gradient = local_tensor(gradient).detach()
+    if gradient.dtype != like.dtype:
+        gradient = gradient.to(like.dtype)
+    if slot.is_dense_row_major:
+        return gradient.reshape(-1)
+    if gradient.stride() != slot.stride:
+        ordered = torch.empty_strided(slot.shape, slot.stride, dtype=like.dtype, device=like.device)
+        gradient = ordered.copy_(gradient)
+    return gradient.as_strided((slot.num_elements,), (1,))

@@ -1,0 +1,96 @@
+"""A collective that has been started: what to wait for, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.agree.watch import Watch
+
+
+class Flight(Protocol):
+    def is_done(self) -> bool: ...
+
+    def land(self, watch: Watch, moment: str) -> Tensor | None:
+        """Wait; return the reduced buffer if it is another tensor than the one that was launched."""
+
+
+class WorkFlight:
+    """A collective of the process group, in place on the launched buffer."""
+
+    def __init__(self, work: Any, blocks_host: bool, after: Callable[[], Tensor] | None = None) -> None:
+        self._work = work
+        self._blocks_host = blocks_host
+        self._after = after
+
+    def is_done(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def land(self, watch: Watch, moment: str) -> Tensor | None:
+        if self._blocks_host:
+            watch.wait_work(self._work, moment)
+        else:
+            self._work.wait()  # only makes the current stream wait
+        return self._after() if self._after is not None else None
+
+
+class HookFlight:
+    """What a communication hook returned: a future that holds the reduced buffer."""
+
+    def __init__(self, future: torch.futures.Future[Any], hook_name: str) -> None:
+        self._future = future
+        self._hook_name = hook_name
+
+    def is_done(self) -> bool:
+        return self._future.done()
+
+    def land(self, watch: Watch, moment: str) -> Tensor | None:
+        value = watch.wait_future(self._future, moment)
+        if isinstance(value, (list, tuple)) and len(value) == 1:
+            value = value[0]
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"The communication hook {self._hook_name} returned a future that holds {type(value).__name__}; it "
+                "must hold one tensor, the reduced buffer."
+            )
+        return value
+
+
+class NoFlight:
+    """Nothing to wait for."""
+
+    def is_done(self) -> bool:
+        return True
+
+    def land(self, watch: Watch, moment: str) -> Tensor | None:
+        return None
+
+
+def gather_sparse_sum(gradient: Tensor, process_group: dist.ProcessGroup, divisor: float) -> Tensor:
+    """The mean of sparse gradients on a backend without sparse collectives: gather indices and values, then add.
+
+    Sizes are exchanged first, parts are padded to the largest; ranks add in rank order, so results are bitwise equal.
+    """
+    gradient = gradient.coalesce()
+    world = dist.get_world_size(process_group)
+    count = torch.tensor([gradient._nnz()], device=gradient.device)
+    counts = [torch.empty_like(count) for _ in range(world)]
+    dist.all_gather(counts, count, group=process_group)
+    num_entries = [int(c.item()) for c in counts]
+    longest = max(1, *num_entries)
+
+    def gather_padded(part: Tensor) -> list[Tensor]:
+        padded = part.new_zeros((longest, *part.shape[1:]))
+        padded[: part.shape[0]] = part
+        parts = [torch.empty_like(padded) for _ in range(world)]
+        dist.all_gather(parts, padded, group=process_group)
+        return [p[:n] for p, n in zip(parts, num_entries, strict=True)]
+
+    indices = gather_padded(gradient.indices().t().contiguous())
+    values = gather_padded(gradient.values())
+    total = torch.sparse_coo_tensor(torch.cat(indices).t(), torch.cat(values) / divisor, gradient.shape)
+    return total.coalesce()

@@ -1,0 +1,237 @@
+"""Exception types, and the functions that build their messages.
+
+Every message says what happened, to which parameters (by name), on which rank, the likely cause, and the option
+to change.  Where torch's DistributedDataParallel has a sentence that scripts and search engines know, ours
+carries it too: those fixed phrases are part of the interface we stand in for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = [
+    "Disagreement",
+    "GraphChanged",
+    "LockstepError",
+    "PeerFailed",
+    "PeerLate",
+    "ReadyTwice",
+    "UnfinishedReduction",
+    "UnreducedGradients",
+]
+
+
+class LockstepError(RuntimeError):
+    """Base of all errors about ranks that are not in step."""
+
+
+class Disagreement(LockstepError):
+    """Ranks differ in something they must agree on.  ``values`` maps rank to what it has."""
+
+    def __init__(self, message: str, values: Mapping[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.values = dict(values or {})
+
+
+class PeerLate(LockstepError):
+    """Some ranks did not arrive before the deadline.  ``ranks`` says which."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class PeerFailed(LockstepError):
+    """Another rank raised; its words are quoted.  ``rank`` says which one, or None when it is not known."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class UnfinishedReduction(LockstepError):
+    """A backward left parameters without a reduced gradient."""
+
+
+class ReadyTwice(LockstepError):
+    """A parameter received a second gradient in a window in which it was already reduced."""
+
+
+class GraphChanged(LockstepError):
+    """static_graph=True was promised, and the graph changed."""
+
+
+class UnreducedGradients(LockstepError):
+    """An optimizer was about to step on gradients that were not reduced."""
+
+
+@dataclass(frozen=True)
+class ParameterPlace:
+    """Where a parameter lives, for messages: its name, the class of the module that owns it, its bucket.
+
+    ``position`` is its place in declaration order; only the sentence torch's users know prints it.
+    """
+
+    name: str
+    owner: str
+    bucket: int
+    position: int
+
+    def __str__(self) -> str:
+        owner = f" ({self.owner})" if self.owner else ""
+        return f"{self.name}{owner}, bucket {self.bucket}"
+
+
+_MAX_LISTED = 20
+
+
+def bullet_list(lines: Sequence[object], most: int = _MAX_LISTED) -> str:
+    shown = [f"  - {line}" for line in lines[:most]]
+    if len(lines) > most:
+        shown.append(f"  - ... and {len(lines) - most} more")
+    return "\n".join(shown)
+
+
+def rank_table(values: Mapping[int, str]) -> str:
+    """Rank and value, equal values folded into one line: ``rank 0, 2-3 | [4, 8] float32``."""
+    folded: dict[str, list[int]] = {}
+    for rank in sorted(values):
+        folded.setdefault(values[rank], []).append(rank)
+    heads = {value: "rank " + _ranges(ranks) for value, ranks in folded.items()}
+    width = max((len(head) for head in heads.values()), default=0)
+    return "\n".join(f"  {heads[value].ljust(width)} | {value}" for value in folded)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    parts: list[str] = []
+    start = previous = numbers[0]
+    for number in [*numbers[1:], None]:
+        if number is not None and number == previous + 1:
+            previous = number
+            continue
+        parts.append(str(start) if start == previous else f"{start}-{previous}")
+        if number is not None:
+            start = previous = number
+    return ", ".join(parts)
+
+
+# ---------------------------------------------------------------- a backward that did not reach every parameter
+
+_UNFINISHED_HEAD = "Expected to have finished reduction in the prior iteration before starting a new one."
+
+_UNFINISHED_CAUSES = """\
+Likely causes and fixes:
+  - The forward pass did not use them: enable unused parameter detection by passing the keyword argument \
+`find_unused_parameters=True` to DistributedDataParallel, or static_graph=True if the set never changes.
+  - They were used, but not in the loss: make sure all `forward` function outputs participate in calculating loss.
+  - The output is a type in which tensors cannot be found: return a tuple, list, dict or dataclass.
+  - The backward raised and was caught: call reset_sync_window() on the wrapper before the next step."""
+
+_UNFINISHED_CAUSES_FINDING = """\
+Since `find_unused_parameters=True` is enabled, parameters that the forward did not use are already accounted for; \
+so likely causes are:
+  - The output is a type in which tensors cannot be found, so the graph could not be searched: return a tuple, \
+list, dict or dataclass; make sure all `forward` function outputs participate in calculating loss.
+  - The backward raised and was caught: call reset_sync_window() on the wrapper before the next step."""
+
+_UNFINISHED_STATIC = (
+    _UNFINISHED_HEAD + " This error indicates that your training graph has changed in this iteration, e.g., one "
+    "parameter is used in first iteration, but then got unused in the second iteration. this is not compatible "
+    "with static_graph set to True."
+)
+
+
+def unfinished_reduction(
+    missing: Sequence[ParameterPlace],
+    *,
+    rank: int,
+    num_parameters: int,
+    finds_unused: bool,
+    static_graph: bool,
+) -> UnfinishedReduction:
+    """A window stayed open: the backward ended (or never ran to the end) before these parameters were ready."""
+    known = (
+        f"Parameter indices which did not receive grad for rank {rank}: "
+        + " ".join(str(place.position) for place in missing)
+        + f"\nParameters which did not receive grad for rank {rank}: "
+        + ", ".join(place.name for place in missing)
+        + "\nThere is no need to set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL: "
+        "the names are above."
+    )
+    if static_graph:
+        fix = "Fix: build the wrapper with find_unused_parameters=True instead of static_graph=True."
+        return UnfinishedReduction(f"{_UNFINISHED_STATIC}\n{known}\n{fix}\n{bullet_list(missing)}")
+    causes = _UNFINISHED_CAUSES_FINDING if finds_unused else _UNFINISHED_CAUSES
+    return UnfinishedReduction(
+        f"{_UNFINISHED_HEAD}\n"
+        f"On rank {rank}, the last backward left {len(missing)} of {num_parameters} parameters without a reduced "
+        f"gradient:\n{bullet_list(missing)}\n{causes}\n{known}"
+    )
+
+
+def optimizer_before_reduction(
+    missing: Sequence[ParameterPlace], *, rank: int, num_parameters: int
+) -> UnreducedGradients:
+    return UnreducedGradients(
+        f"Rank {rank}: the optimizer was about to step while the gradients of this window are not reduced: "
+        f"{len(missing)} of {num_parameters} parameters received no gradient in the last backward, so their buckets, "
+        f"and the buckets behind them, never left. The step was stopped before any weight changed.\n"
+        f"{bullet_list(missing)}\n{_UNFINISHED_CAUSES}"
+    )
+
+
+def stepping_on_local_gradients(names: Sequence[str], *, rank: int) -> str:
+    return (
+        f"Rank {rank}: the optimizer steps on gradients that were accumulated without synchronisation (no_sync() or "
+        f"require_backward_grad_sync=False) and never reduced, so ranks may drift apart: {', '.join(names[:5])}"
+        f"{', ...' if len(names) > 5 else ''} ({len(names)} parameters). If this is meant (local SGD), filter this "
+        "warning; otherwise run the last backward before the step outside no_sync()."
+    )
+
+
+# ---------------------------------------------------------------- a parameter that was ready twice
+
+
+def ready_twice(place: ParameterPlace, *, rank: int, was_found_unused: bool) -> ReadyTwice:
+    if was_found_unused:
+        cause = (
+            "The search through the graph of the outputs (find_unused_parameters=True) did not meet this parameter, "
+            "so its bucket left without it; then it received a gradient after all. It was used outside the outputs "
+            "of this forward: in a reentrant checkpoint, or outside forward."
+        )
+        fix = (
+            "Fix: activation checkpointing with use_reentrant=False; or static_graph=True if the graph is the same "
+            "in every iteration; or drop find_unused_parameters=True if every parameter is used."
+        )
+    else:
+        cause = (
+            "It received two gradients within one backward. Common reasons: the same layer in two reentrant "
+            "activation checkpoints, a parameter shared between reentrant checkpoints, or a parameter used outside "
+            "forward."
+        )
+        fix = (
+            "Fix: checkpoint with use_reentrant=False; or static_graph=True if the graph is the same in every "
+            "iteration."
+        )
+    return ReadyTwice(
+        f"Expected to mark a variable ready only once. On rank {rank} the parameter {place} was already reduced in "
+        f"this window when it received another gradient.\n{cause}\n{fix}\n"
+        f"Parameter at index {place.position} with name {place.name} has been marked as ready twice."
+    )
+
+
+def graph_changed(place: ParameterPlace, *, rank: int, expected: int) -> GraphChanged:
+    seen = "was not used in the first iteration" if expected == 0 else f"fired {expected} times in the first iteration"
+    return GraphChanged(
+        f"Your training graph has changed in this iteration, which static_graph=True promised it would not. On rank "
+        f"{rank} the parameter {place} {seen} and received another gradient now.\n"
+        "Fix: build the wrapper with find_unused_parameters=True instead of static_graph=True."
+    )
+
+
+def model_changed(name: str, what: str, *, rank: int) -> LockstepError:
+    return LockstepError(
+        f"Rank {rank}: the wrapped module was changed after it was wrapped: parameter {name} {what}. Its gradient "
+        "would not be reduced.\nFix: change the module first and wrap it afterwards; or wrap it again."
+    )

@@ -1,0 +1,1 @@
+"""Counters, timelines and reports: what the machinery did, in numbers a person can look at."""

@@ -1,0 +1,108 @@
+"""The one door to private torch API.
+
+Every private name the project uses is imported here, with the reason and what stands in its way.  torch moves these
+every two months; ``tests/test_torch_private.py`` fails by the name that moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, _rank_not_in_group
+from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
+from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecision
+
+__all__ = [
+    "BufferCommHookLocation",
+    "MixedPrecision",
+    "as_overlapped_optimizer",
+    "cast_forward_inputs",
+    "current_dist_autograd_context",
+    "default_group",
+    "default_store",
+    "gradient_accumulator",
+    "in_backward_optimizer_handles",
+    "inputs_to_device",
+    "localise_tensor_parallel_parameters",
+    "mesh_is_slice",
+    "preserve_version_counter",
+    "queue_backward_callback",
+    "rank_not_in_group",
+]
+
+# The location enum and the precision dataclass are what users pass in; they must be torch's own objects.
+BufferCommHookLocation = _BufferCommHookLocation
+MixedPrecision = _MixedPrecision
+
+# The default group and its store: torch has no public way to ask for either.
+default_group: Callable[[], Any] = _get_default_group
+default_store: Callable[[], Any] = _get_default_store
+rank_not_in_group: Callable[[Any], bool] = _rank_not_in_group
+
+# Moves nested inputs to the device on a side stream, with RRefs and dataclasses, exactly as DDP users know it.
+inputs_to_device: Callable[..., Any] = _to_kwargs
+cast_forward_inputs: Callable[..., Any] = _cast_forward_inputs
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the backward pass that is running now has finished.
+
+    The engine offers no public hook for the end of a pass; torch's own FSDP uses this one.
+    """
+    Variable._execution_engine.queue_callback(callback)
+
+
+def gradient_accumulator(parameter: torch.Tensor) -> Any:
+    """The graph node that adds into ``parameter.grad``; distributed autograd calls only hooks that sit on it."""
+    with torch.enable_grad():
+        expanded = parameter.expand_as(parameter)
+    assert expanded.grad_fn is not None
+    return expanded.grad_fn.next_functions[0][0]
+
+
+def preserve_version_counter(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
+    """Buffers are overwritten between forward and backward; autograd must not take that for a user's edit."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+
+
+def current_dist_autograd_context() -> int | None:
+    """Id of the distributed autograd context this thread is in, if any (torch offers no public question for it)."""
+    if not dist.is_available() or not hasattr(torch._C, "_dist_autograd_init"):
+        return None
+    from torch.distributed.autograd import _current_context
+
+    try:
+        return int(_current_context()._context_id())
+    except RuntimeError:
+        return None
+
+
+def as_overlapped_optimizer(optimizer: type, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+    """The fused-optimizer wrapper behind ``_register_fused_optim``."""
+    from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
+
+    return _as_overlapped_optim(optimizer, parameters, *args, **kwargs)
+
+
+def in_backward_optimizer_handles(parameter: torch.Tensor) -> list[Any]:
+    """Hook handles that ``_apply_optimizer_in_backward`` left on a parameter; DDP has to take them over."""
+    from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+
+    return list(param_to_optim_hook_handle_map.get(parameter, []))
+
+
+def mesh_is_slice(device_mesh: Any) -> bool:
+    """Whether a mesh is cut out of a larger one, so that other axes (tensor parallel) exist."""
+    return bool(device_mesh._get_root_mesh() != device_mesh)
+
+
+def localise_tensor_parallel_parameters(module: torch.nn.Module) -> None:
+    """torch's own preparation of a tensor-parallel module for data parallel on one axis of its mesh."""
+    from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+    _pre_dp_module_transform(module)
