@@ -65,7 +65,8 @@ class ErrorFeedbackState(CompressionState):
         warnings.warn(
             f"the saved residual of bucket {bucket.index()} is for parameters of shapes {kept.shapes}, but "
             f"the bucket now holds {shapes}: it starts from zero, so this run is not bitwise equal to one "
-            "that was not interrupted. Use the bucket layout of the saved run (same model, same bucket_cap_mb).",
+            "that was not interrupted. Use the bucket layout of the saved run (same model, same "
+            "bucket_cap_mb).",
             stacklevel=3,
         )
 
