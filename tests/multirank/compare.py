@@ -4,9 +4,9 @@ Two sums of the same numbers in another order differ by rounding. For a gradient
 units in the last place of its largest element, so the tolerance is relative to the largest element of the
 tensor: 1e-9 in float64 (a wrong factor, a missed or a doubled contribution is many orders above it), 2e-4 in
 float32 after several optimizer steps. To that comes a small share of the largest element of the whole model,
-because some gradients are zero in exact arithmetic (the bias of an attention key, a bias before batch norm) and
-pure rounding noise in practice. Ranks against each other, and a run against its repetition, are compared bit by
-bit.
+because some gradients are zero in exact arithmetic (the bias of an attention key, a bias before batch norm)
+and pure rounding noise in practice. Ranks against each other, and a run against its repetition, are compared
+bit by bit.
 """
 
 from __future__ import annotations
