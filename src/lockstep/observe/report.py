@@ -18,7 +18,7 @@ __all__ = ["lay_in_rows", "round_ticks", "typical_step", "write_report"]
 
 WIDTH = 1080
 LEFT, RIGHT = 86, 16  # room for axis labels, in SVG units
-NUM_SMOOTHED = 20  # steps averaged in the smooth loss line
+NUM_SMOOTHED = 21  # steps averaged into a point of the smooth loss line
 
 # Interval names in the order of the legend, with what they mean to a reader of the report.
 MEANING = {
@@ -48,6 +48,7 @@ p { margin:0 0 10px; color:var(--soft); max-width:80ch; }
 .tile b { display:block; font-size:22px; font-weight:600; } .tile span { color:var(--soft); font-size:13px; }
 svg { width:100%; height:auto; display:block; } svg text { fill:var(--soft); font-size:12px; }
 svg text.rank { fill:var(--ink); font-weight:600; font-size:13px; } svg text.in { fill:#fff; font-size:11px; }
+svg .reduce + text.in { fill:#2b2107; font-weight:600; }
 .grid { stroke:var(--line); stroke-width:1; } .axis { stroke:var(--soft); stroke-width:1; }
 .raw { fill:none; stroke:var(--faint); stroke-width:1.2; }
 .smooth { fill:none; stroke:var(--loss); stroke-width:2; stroke-linejoin:round; }
@@ -224,10 +225,11 @@ def _loss_drawing(losses: Sequence[float]) -> str:
     ]
     if len(points) > 2 * NUM_SMOOTHED:
         values = [loss for _, loss in points]
-        windows = [values[max(0, i + 1 - NUM_SMOOTHED) : i + 1] for i in range(len(values))]
+        reach = NUM_SMOOTHED // 2
+        windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
         smooth = [(step, sum(w) / len(w)) for (step, _), w in zip(points, windows, strict=True)]
         parts += [polyline("raw", points), polyline("smooth", smooth)]
-        legend = f"pale: each step; strong: mean of the last {NUM_SMOOTHED} steps"
+        legend = f"pale: each step; strong: mean of the {NUM_SMOOTHED} steps around it"
         parts.append(_text(WIDTH - RIGHT - 6, top + 12, legend, "end"))
     else:
         parts.append(polyline("smooth", points))
