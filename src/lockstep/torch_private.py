@@ -18,14 +18,19 @@ from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecision
 
 __all__ = [
+    "GLOO_AVERAGES",
     "BufferCommHookLocation",
     "MixedPrecision",
     "as_overlapped_optimizer",
+    "backend_name",
     "cast_forward_inputs",
     "current_dist_autograd_context",
     "default_group",
     "default_store",
+    "dtensor_like",
+    "foreach_copy",
     "gradient_accumulator",
+    "in_backward",
     "in_backward_optimizer_handles",
     "inputs_to_device",
     "localise_tensor_parallel_parameters",
@@ -49,12 +54,39 @@ inputs_to_device: Callable[..., Any] = _to_kwargs
 cast_forward_inputs: Callable[..., Any] = _cast_forward_inputs
 
 
+# One kernel for many copies; torch has no public name for it.
+foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = torch._foreach_copy_
+
+# gloo learned ReduceOp.AVG between the two versions this runs on.
+GLOO_AVERAGES: bool = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+
+
+def backend_name(process_group: Any, device: torch.device) -> str:
+    """Which backend serves ``device`` in this group; the public question answers for the group as a whole."""
+    try:
+        return str(process_group._get_backend(device).name()).lower()
+    except (RuntimeError, AttributeError):
+        return str(process_group.name()).lower()
+
+
+def dtensor_like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
+    """A DTensor around ``local`` with the placement of ``parameter``."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False)
+
+
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward pass that is running now has finished.
 
     The engine offers no public hook for the end of a pass; torch's own FSDP uses this one.
     """
     Variable._execution_engine.queue_callback(callback)
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass right now."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def gradient_accumulator(parameter: torch.Tensor) -> Any:
@@ -71,8 +103,11 @@ def preserve_version_counter(tensors: Iterable[torch.Tensor]) -> AbstractContext
 
 
 def current_dist_autograd_context() -> int | None:
-    """Id of the distributed autograd context this thread is in, if any (torch offers no public question for it)."""
-    if not dist.is_available() or not hasattr(torch._C, "_dist_autograd_init"):
+    """Id of the distributed autograd context this thread is in, if any (torch offers no public question for it).
+
+    Without an RPC agent there can be none, which is the cheap and usual answer.
+    """
+    if not (dist.is_available() and dist.rpc.is_available() and torch._C._distributed_rpc._is_current_rpc_agent_set()):
         return None
     from torch.distributed.autograd import _current_context
 

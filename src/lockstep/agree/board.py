@@ -14,6 +14,7 @@ from time import monotonic
 from typing import Any
 
 from lockstep import torch_private
+from lockstep.errors import PeerLate
 
 _SLICE_SECONDS = 1.0
 _wrap_counters: dict[str, count[int]] = {}
@@ -43,6 +44,17 @@ class Board:
 
     def forget(self, key: str) -> None:
         self._store.set(self._full(key), "")
+
+    def from_rank_zero(self, key: str, mine: str, timeout_seconds: float = 60.0) -> str:
+        """Rank 0 posts its value; all ranks return that one."""
+        if self.rank == 0:
+            self.post(key, mine)
+            return mine
+        if self.wait_for([key], monotonic() + timeout_seconds):
+            raise PeerLate(f"Rank {self.rank} waited {timeout_seconds:g} s for rank 0 to tell its {key}.", [0])
+        value = self.read(key)
+        assert value is not None
+        return value
 
     def wait_for(
         self, keys: Iterable[str], deadline: float, on_slice: Callable[[], None] | None = None

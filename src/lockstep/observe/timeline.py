@@ -59,6 +59,11 @@ class Timeline:
         self._current = StepRecord(self._current.step + 1)
 
     @property
+    def step(self) -> int:
+        """Number of the step that is being recorded."""
+        return self._current.step
+
+    @property
     def steps(self) -> list[StepRecord]:
         return list(self._steps)
 

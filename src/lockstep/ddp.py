@@ -1,0 +1,538 @@
+"""The wrapper: torch's DistributedDataParallel by the same names, on our reducer.
+
+The constructor is a recipe of named calls; ``forward`` is three moments (before, the module, after).  The names that
+people and libraries reach for inside torch's class live in ``ddp_torch_names.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable
+
+from lockstep import ddp_setup as setup
+from lockstep import errors, torch_private
+from lockstep.agree.board import open_board
+from lockstep.agree.model import agree_on_model
+from lockstep.agree.watch import Watch
+from lockstep.ddp_torch_names import TorchNames
+from lockstep.engine import step_guard
+from lockstep.engine.delayed import DelayedReduction
+from lockstep.engine.dist_autograd import DistAutogradBridge
+from lockstep.engine.eager import EagerBackward
+from lockstep.engine.join import MirrorHook
+from lockstep.engine.mixed_precision import MixedPrecisionParameters
+from lockstep.engine.module_state import broadcast_tensors, sync_module_states
+from lockstep.engine.optimizer_in_backward import take_over_optimizers
+from lockstep.engine.reducer import GradOwnership, Reducer
+from lockstep.observe.logging_data import LoggingData
+from lockstep.observe.timeline import Timeline, now
+from lockstep.plan import BucketCaps, Plan
+
+logger = logging.getLogger("lockstep")
+
+_BROADCAST_CHUNK_BYTES = 250 * 1024 * 1024
+_OWNERSHIP = {None: GradOwnership.ALIAS, True: GradOwnership.PERSISTENT, False: GradOwnership.OWN}
+
+
+class DistributedDataParallel(TorchNames, nn.Module, Joinable):
+    """Data parallelism for a module: every rank computes on its own inputs and all ranks apply the mean gradient.
+
+    Gradients are reduced in buckets while the backward still runs.  The arguments are those of
+    ``torch.nn.parallel.DistributedDataParallel``; what differs:
+
+    Args:
+        gradient_as_bucket_view: ``None`` (default) lets ``.grad`` point into the buffer it was reduced in, a new one in
+            each step, so that nothing is copied back and old references stay valid; ``True`` keeps the buffers, so that
+            addresses never change; ``False`` copies results into memory that ``.grad`` owns.
+        plan: a :class:`lockstep.Plan` (or its JSON) to use instead of a new one.  A resumed run that passes the plan it
+            was saved with keeps the layout, and so the bits, of the run before.
+        bucket_order: ``"declared"`` (default) fills buckets in the reverse of declaration order, fixed before the first
+            backward; ``"observed"`` takes the order in which rank 0 saw gradients become ready in the first step, agreed
+            and recorded in ``plan.order``.
+    """
+
+    # Compilers ask the class which wrapper is running.
+    _active_ddp_module: ClassVar[DistributedDataParallel | None] = None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool | None = None,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        plan: Plan | str | None = None,
+        bucket_order: str = "declared",
+    ) -> None:
+        super().__init__()
+        Joinable.__init__(self)
+        self.logger = LoggingData()
+        if bucket_order not in ("declared", "observed"):
+            raise ValueError(f'bucket_order must be "declared" or "observed", got {bucket_order!r}.')
+        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
+            raise ValueError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
+            )
+        self.process_group = setup.choose_process_group(process_group, device_mesh, module)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        delayed = list(delay_all_reduce_named_params or [])
+        self.parameters_to_ignore: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.parameters_to_ignore |= {name for name, _ in delayed}
+        named = [(n, p) for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
+        setup.check_parameters(named, all_delayed=bool(delayed))
+        self._module_parameters = [p for _, p in named]
+        placement = setup.choose_placement(
+            self._module_parameters or [p for _, p in delayed], device_ids, output_device
+        )
+        self.device = placement.device
+        self.device_type = placement.device_type
+        self.is_multi_device_module = placement.is_multi_device
+        self.device_ids = placement.device_ids
+        self.output_device = placement.output_device
+        self.dim = dim
+        self.module = module
+
+        init_sync_buffers = self._choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
+        if check_reduction:
+            warnings.warn(
+                "check_reduction is deprecated and does nothing: every window proves that each parameter was reduced.",
+                FutureWarning,
+                stacklevel=2,
+            )
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = bool(gradient_as_bucket_view)
+        self._ownership = _OWNERSHIP[gradient_as_bucket_view]
+        self.batched_grad_copy = batched_grad_copy  # a bucket is always packed by one kernel here
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.mixed_precision = mixed_precision
+        self.static_graph = False
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self.broadcast_bucket_size = _BROADCAST_CHUNK_BYTES
+        self.use_side_stream_for_tensor_copies = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
+        self.bucket_order = bucket_order
+        self._caps = BucketCaps.from_megabytes(bucket_cap_mb, bucket_cap_mb_list)
+        self.bucket_bytes_cap = self._caps.cap_bytes
+        self.bucket_bytes_cap_list = list(self._caps.per_bucket_bytes)
+        self.bucket_bytes_cap_default = self._caps.first_cap_bytes < self._caps.cap_bytes
+        self._assign_modules_buffers()
+
+        options = {
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "forward_sync_buffers": self.forward_sync_buffers,
+            "bucket_cap_mb": bucket_cap_mb,
+            "bucket_cap_mb_list": None if bucket_cap_mb_list is None else list(bucket_cap_mb_list),
+            "bucket_order": bucket_order,
+            "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
+            "mixed_precision": mixed_precision,
+            "delay_all_reduce_named_params": [name for name, _ in delayed],
+            "ignored parameters and buffers": sorted(self.parameters_to_ignore),
+            "device_type": self.device_type,
+            "world_size": self.process_group.size(),
+        }
+        slots = setup.trainable_slots(module, self.parameters_to_ignore)
+        specs = setup.specs_of(slots, setup.sparse_parameter_names(module))
+        chosen_plan = setup.choose_plan(specs, self._caps, plan)
+        self._wrap_up(slots, chosen_plan, options if init_sync else None, init_sync_buffers)
+        if delayed:
+            self._delay(delayed, param_to_hook_all_reduce, init_sync)
+        if static_graph:
+            self._set_static_graph()
+
+    # ---------------------------------------------------------------- construction
+
+    def _choose_buffer_sync(self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
+        """Settle when buffers are synchronised; returns whether they are when the model is wrapped."""
+        if broadcast_buffers is not None:
+            if forward_sync_buffers is not None:
+                warning = (
+                    "Both `broadcast_buffers` and `forward_sync_buffers` were specified. `broadcast_buffers` is "
+                    "deprecated and its value is ignored."
+                )
+            else:
+                warning = (
+                    "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead; note that "
+                    "`forward_sync_buffers=False` still makes buffers equal once, when the model is wrapped."
+                )
+            warnings.warn(warning, FutureWarning, stacklevel=3)
+        if forward_sync_buffers is not None:
+            self.forward_sync_buffers = forward_sync_buffers
+            return True
+        self.forward_sync_buffers = True if broadcast_buffers is None else broadcast_buffers
+        return self.forward_sync_buffers
+
+    def _wrap_up(
+        self,
+        slots: list[setup.Slot],
+        plan: Plan,
+        options: dict[str, Any] | None,
+        init_sync_buffers: bool,
+    ) -> None:
+        """Agree with the other ranks, make the models equal, and build the engine.
+
+        ``options`` is None where nothing may be exchanged (init_sync=False, unpickling).
+        """
+        self._reject_cpu_sync_batch_norm()
+        self._board = open_board(self.process_group)
+        if options is not None:
+            if self._board is not None:
+                timeout = float(os.environ.get("LOCKSTEP_AGREEMENT_TIMEOUT", "600"))
+                mine = setup.describe(
+                    self.module, self.parameters_to_ignore, options, plan, with_buffers=init_sync_buffers
+                )
+                agree_on_model(self._board, mine, timeout)
+            sync_module_states(
+                self.module,
+                self.process_group,
+                source=0,
+                ignored=self.parameters_to_ignore,
+                with_buffers=init_sync_buffers,
+                chunk_bytes=self.broadcast_bucket_size,
+            )
+        self._build_engine(slots, plan)
+
+    def _build_engine(self, slots: list[setup.Slot], plan: Plan) -> None:
+        rank = self.process_group.rank()
+        self._precision = (
+            MixedPrecisionParameters(self.mixed_precision, self.module)
+            if self.mixed_precision is not None
+            else None
+        )
+        self.timeline = Timeline(rank)
+        self.reducer = Reducer(
+            plan,
+            slots,
+            self.process_group,
+            watch=Watch(self._board, rank),
+            timeline=self.timeline,
+            ownership=self._ownership,
+            reduce_dtype=self._precision.reduce_dtype if self._precision is not None else None,
+        )
+        self_ref = weakref.ref(self)
+
+        def wants_sync() -> bool:
+            ddp = self_ref()
+            return ddp is not None and ddp._pass_synchronises()
+
+        self.backward = EagerBackward(
+            self.reducer,
+            wants_sync,
+            finds_unused=self.find_unused_parameters,
+            skips_unused_buckets=self.skip_all_reduce_unused_params,
+        )
+        if self._precision is not None:
+            self.backward.before_write_back = self._precision.restore
+            self.backward.after_pass = self._precision.restore
+        self._dist_autograd = DistAutogradBridge(self.backward)
+        self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
+        self._frozen = [p for p in self._module_parameters if not p.requires_grad]
+        self._num_forwards = 0
+        self._has_rebuilt_buckets = False
+        self._lazy_init_ran = False
+        self._ddp_sink_clone = True
+        self._join_decided_sync = True
+        self._divide_by_initial_world_size = True
+        self._delayed: DelayedReduction | None = None
+        step_guard.watch(self.backward)
+        self._log_construction()
+
+    def _delay(
+        self, delayed: list[tuple[str, nn.Parameter]], trigger: nn.Parameter | None, init_sync: bool
+    ) -> None:
+        """Give the delayed parameters a reducer of their own, which the trigger fires."""
+        assert trigger is not None
+        owners = {id(p): type(m).__name__ for m in self.module.modules() for p in m.parameters(recurse=False)}
+        slots = [setup.Slot(n, p, owners.get(id(p), ""), i) for i, (n, p) in enumerate(delayed)]
+        plan = setup.choose_plan(setup.specs_of(slots, set()), self._caps, None)
+        if init_sync:
+            broadcast_tensors([p for _, p in delayed], self.process_group, 0, self.broadcast_bucket_size)
+        reducer = Reducer(
+            plan,
+            slots,
+            self.process_group,
+            watch=self.reducer.watch,
+            timeline=Timeline(self.reducer.rank, num_steps=1),
+            ownership=self._ownership,
+        )
+        self._delayed = DelayedReduction(reducer, trigger)
+
+    def _reject_cpu_sync_batch_norm(self) -> None:
+        if self.device_type == "cpu" and self._has_sync_batch_norm():
+            self._log_and_throw(ValueError, "SyncBatchNorm layers only work with GPU modules")
+
+    def _has_sync_batch_norm(self) -> bool:
+        return any(isinstance(m, nn.SyncBatchNorm) for m in self.module.modules())
+
+    def _resume(self, saved_plan: str) -> None:
+        """After unpickling: the same layout, the default group, and a fresh engine."""
+        self.logger = LoggingData()
+        slots = setup.trainable_slots(self.module, self.parameters_to_ignore)
+        specs = setup.specs_of(slots, setup.sparse_parameter_names(self.module))
+        was_static, self.static_graph = self.static_graph, False
+        self._wrap_up(slots, setup.choose_plan(specs, self._caps, saved_plan), None, False)
+        if was_static:
+            self._set_static_graph()
+
+    def _reopen_board(self) -> None:
+        self._board = open_board(self.process_group)
+        self.reducer.watch = Watch(self._board, self.process_group.rank())
+
+    # ---------------------------------------------------------------- the plan
+
+    @property
+    def plan(self) -> Plan:
+        """What travels together: print it, or save ``plan.to_json()`` with a checkpoint."""
+        return self.reducer.plan
+
+    def _use_plan(self, slots: list[setup.Slot], ready_order: list[str] | None = None) -> None:
+        specs = setup.specs_of(slots, setup.sparse_parameter_names(self.module))
+        plan = setup.choose_plan(specs, self._caps, None, ready_order)
+        self.reducer.use_plan(plan, slots)
+        self.backward.rebuild()
+        self.backward.attach()
+        self._log_construction()
+
+    # ---------------------------------------------------------------- when gradients are synchronised
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within this context, gradients add up locally; the first backward outside reduces all of them.
+
+        It is the backward that counts: where the forward runs does not matter.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def _pass_synchronises(self) -> bool:
+        if self._join_config.enable:
+            return self._join_decided_sync  # see [Note: when a pass synchronises] in engine/eager.py
+        return self.require_backward_grad_sync
+
+    def reset_sync_window(self) -> None:
+        """Forget the reduction that is under way, on all ranks, after an error in a backward that was caught."""
+        self.backward.reset()
+        self.reducer.watch.clear_failure()
+        if self._precision is not None:
+            self._precision.restore()
+
+    # ---------------------------------------------------------------- forward
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            output = self._run_ddp_forward(*inputs, **kwargs)
+            return self._post_forward(output)
+
+    @torch.compiler.disable
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self._forward_start = now()
+        if not self._lazy_init_ran:
+            self._lazy_init()
+        if torch.is_grad_enabled():
+            if self.require_backward_grad_sync:
+                self._begin_iteration()
+            self._follow_module()
+            self._dist_autograd.attach_in_context()
+        self._notify_join()
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
+        if self._join_config.enable:
+            self._join_decided_sync = self.ask_whether_to_sync(has_joined=False)
+        if self.device_ids:
+            device = torch.device(self.device_type, self.device_ids[0])
+            moved, moved_kwargs = torch_private.inputs_to_device(
+                inputs, kwargs, device, self.use_side_stream_for_tensor_copies
+            )
+            inputs, kwargs = moved[0], moved_kwargs[0]
+        if self._precision is not None:
+            if self._precision.config.param_dtype is not None:
+                inputs, kwargs = torch_private.cast_forward_inputs(
+                    self._precision.config.param_dtype, *inputs, **kwargs
+                )
+            self._precision.lower()
+        return inputs, kwargs
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with self._inside_ddp_forward():
+            return self.module(*inputs, **kwargs)
+
+    @torch.compiler.disable
+    def _post_forward(self, output: Any) -> Any:
+        if self._check_sync_bufs_post_fwd():
+            self._sync_buffers()
+        if torch.is_grad_enabled():
+            self.require_forward_param_sync = self.require_backward_grad_sync
+            self.backward.prepare_backward(output)
+        else:
+            self.require_forward_param_sync = False
+            if self._precision is not None:
+                self._precision.restore()
+        self.timeline.record("forward", self._forward_start, now())
+        return output
+
+    def _lazy_init(self) -> None:
+        """What can only be known just before the first forward."""
+        take_over_optimizers(self.backward, self._module_parameters)
+        self._lazy_init_ran = True
+
+    def _begin_iteration(self) -> None:
+        """A new window may open: the one before must be finished, and its timings are logged."""
+        try:
+            self.backward.require_finished()
+        except errors.LockstepError as error:
+            self.logger.set_error_and_log(str(error))
+            raise
+        if self.logger.begin_iteration() and self.timeline.steps:
+            self.logger.sample(self.timeline.steps[-1], self._runtime_facts())
+        if self.backward.num_synced_passes == 1 and not self._has_rebuilt_buckets:
+            self._has_rebuilt_buckets = not self.find_unused_parameters or self.static_graph
+            if self.bucket_order == "observed" and self.plan.order != "observed":
+                self._take_observed_order()
+
+    def _take_observed_order(self) -> None:
+        """Lay buckets out in the order rank 0 saw, which it tells the others over the board."""
+        order = [slot.name for slot in self.backward.window.ready_order]
+        order += [slot.name for slot in self.reducer.slots if slot.name not in set(order)]
+        if self._board is not None:
+            order = self._board.from_rank_zero("ready order", "\n".join(order)).split("\n")
+        self._use_plan(self.reducer.slots, order)
+
+    def _follow_module(self) -> None:
+        """Notice parameters that were unfrozen, added or replaced since the module was wrapped.
+
+        Unfrozen ones are looked for in each forward, since fine-tuning does that; the walk over the whole module that
+        finds the others is done ever more rarely.
+        """
+        self._num_forwards += 1
+        n = self._num_forwards
+        if any(p.requires_grad for p in self._frozen) or n % 100 == 0 or n & (n - 1) == 0:
+            self._compare_with_module()
+
+    def _compare_with_module(self) -> None:
+        slots = setup.trainable_slots(self.module, self.parameters_to_ignore)
+        known = {id(p): p for p in self._module_parameters}
+        for slot in slots:
+            if id(slot.parameter) not in known:
+                error = errors.model_changed(slot.name, "was added or replaced", rank=self.reducer.rank)
+                self.logger.set_error_and_log(str(error))
+                raise error
+        if {id(s.parameter) for s in slots} > {id(s.parameter) for s in self.reducer.slots}:
+            logger.info("Parameters were unfrozen; the plan now covers %d of them.", len(slots))
+            self._use_plan(slots)
+            self._frozen = [p for p in self._module_parameters if not p.requires_grad]
+
+    # ---------------------------------------------------------------- uneven inputs
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Train with uneven inputs: ranks that run out of data mirror the others' collectives until all are done."""
+        return Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
+
+    def join_hook(self, **kwargs: Any) -> MirrorHook:
+        return MirrorHook(self, kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        return self.process_group
+
+    def _notify_join(self) -> None:
+        work = Join.notify_join_context(self)
+        if work is not None and not self._divide_by_initial_world_size:
+            (num_active,) = work.get_future().wait()
+            self.reducer.divisor = float(num_active.item())
+        elif not self._join_config.enable:
+            self.reducer.divisor = None
+
+    def ask_whether_to_sync(self, *, has_joined: bool) -> bool:
+        """Ranks with data tell those without whether this iteration's backward will synchronise."""
+        mine = self.require_backward_grad_sync and not has_joined
+        answer = torch.full((1,), float(mine), device=self.device)
+        work = dist.all_reduce(answer, group=self.process_group, async_op=True)
+        if not has_joined:
+            return self.require_backward_grad_sync
+        work.wait()
+        return bool(answer.item())
+
+    def sync_buffers_as_joined(self) -> None:
+        if not self._divide_by_initial_world_size:
+            self.reducer.divisor = float(self.process_group.size())  # zeros; but the same operation as the others
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_module_buffers(self._find_common_rank(self._distributed_rank, False))
+
+    def sync_final_model(self, is_last_joiner: bool) -> None:
+        self._authoritative_rank = self._find_common_rank(self._distributed_rank, is_last_joiner)
+        sync_module_states(
+            self.module,
+            self.process_group,
+            source=self._authoritative_rank,
+            ignored=self.parameters_to_ignore,
+            with_buffers=self.forward_sync_buffers,
+            chunk_bytes=self.broadcast_bucket_size,
+        )
+
+    # ---------------------------------------------------------------- communication hooks
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let ``hook(state, bucket)`` reduce the buckets; see torch's documentation of communication hooks.
+
+        The hook is called when a bucket is complete and returns a future that holds the reduced buffer.  It divides by
+        the world size itself if it wants a mean.
+        """
+        self._check_comm_hook(hook)
+        name = getattr(hook, "__qualname__", type(hook).__qualname__)
+        self.reducer.set_comm_hook(state, hook, name)
+        self.logger.values["comm_hook"] = name
+        self._comm_hooks.append((hook, state))
+
+    def train(self, mode: bool = True) -> DistributedDataParallel:
+        super().train(mode)
+        return self
+
+
+# isinstance(model, torch.nn.parallel.DistributedDataParallel) is how libraries ask "is this wrapped?".
+nn.parallel.DistributedDataParallel.register(DistributedDataParallel)  # type: ignore[attr-defined]
+
+DDP = DistributedDataParallel

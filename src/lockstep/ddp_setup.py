@@ -1,0 +1,208 @@
+"""The steps of wrapping a module, one function each: check the arguments, name the parameters, describe, plan.
+
+Where torch's DistributedDataParallel has a well-known error for a bad argument, the same type and words are used,
+since scripts and tests match on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from lockstep import torch_private
+from lockstep.agree.model import ModelDescription, TensorDescription
+from lockstep.engine.bucket import Slot, is_dense, local_tensor
+from lockstep.plan import BucketCaps, ParameterSpec, Plan, build_plan
+from lockstep.version import __version__
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the module lives, and where its inputs go."""
+
+    device: torch.device
+    device_type: str
+    is_multi_device: bool
+    device_ids: list[int] | None
+    output_device: int | None
+
+
+# ---------------------------------------------------------------- process group
+
+
+def choose_process_group(process_group: Any, device_mesh: Any, module: nn.Module) -> dist.ProcessGroup:
+    if process_group is not None and device_mesh is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if device_mesh is None:
+        return process_group if process_group is not None else torch_private.default_group()
+    if device_mesh.ndim != 1:
+        raise RuntimeError(
+            f"Only 1D device mesh is supported, but got {device_mesh}. Pass the data-parallel axis, for example "
+            'device_mesh=mesh["dp"].'
+        )
+    if torch_private.mesh_is_slice(device_mesh):
+        torch_private.localise_tensor_parallel_parameters(module)
+    return device_mesh.get_group(mesh_dim=0)
+
+
+# ---------------------------------------------------------------- parameters
+
+
+def trainable_slots(module: nn.Module, ignored: set[str]) -> list[Slot]:
+    """Every parameter that needs a gradient, once, in declaration order, with the module that owns it."""
+    slots: list[Slot] = []
+    seen: set[int] = set()
+    for module_name, owner in module.named_modules():
+        for parameter_name, parameter in owner.named_parameters(recurse=False):
+            name = f"{module_name}.{parameter_name}" if module_name else parameter_name
+            if parameter.requires_grad and name not in ignored and id(parameter) not in seen:
+                seen.add(id(parameter))
+                slots.append(Slot(name, parameter, type(owner).__name__, position=len(slots)))
+    return slots
+
+
+def sparse_parameter_names(module: nn.Module) -> set[str]:
+    """Weights of embeddings that produce sparse gradients."""
+    return {
+        f"{name}.weight" if name else "weight"
+        for name, owner in module.named_modules()
+        if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.sparse
+    }
+
+
+def check_parameters(parameters: Sequence[tuple[str, nn.Parameter]], all_delayed: bool) -> None:
+    if not all_delayed and not any(p.requires_grad for _, p in parameters):
+        raise RuntimeError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
+        )
+    uninitialized = [name for name, p in parameters if isinstance(p, UninitializedParameter)]
+    if uninitialized:
+        raise RuntimeError(
+            "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a dummy forward "
+            f"pass to correctly initialize the modules. Uninitialized: {', '.join(uninitialized[:5])}"
+        )
+    on_meta = [name for name, p in parameters if p.is_meta]
+    if on_meta:
+        raise ValueError(
+            f"{len(on_meta)} parameters are on the meta device and hold no values, for example {on_meta[0]}. "
+            "Materialise the module first: module.to_empty(device=...), then initialise it or load a checkpoint, then "
+            "wrap it."
+        )
+
+
+def choose_placement(
+    parameters: Sequence[nn.Parameter], device_ids: Sequence[Any] | None, output_device: Any
+) -> Placement:
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError("device_ids can only be None or contain a single element.")
+    devices = {p.device for p in parameters}
+    kinds = {device.type for device in devices}
+    if len(kinds) != 1:
+        raise ValueError(
+            "DistributedDataParallel's input module must be on the same type of devices, but input module parameters "
+            f"locate in {kinds}."
+        )
+    kind = kinds.pop()
+    device = parameters[0].device
+    is_multi = len(devices) > 1
+    if not device_ids or kind == "cpu" or is_multi:
+        if device_ids or output_device:
+            raise ValueError(
+                "DistributedDataParallel device_ids and output_device arguments only work with "
+                "single-device/multiple-device GPU modules or CPU modules, but got device_ids "
+                f"{device_ids}, output_device {output_device}, and module parameters {devices}."
+            )
+        return Placement(device, kind, is_multi, None, None)
+    index = _device_index(device_ids[0])
+    output = index if output_device is None else _device_index(output_device)
+    return Placement(device, kind, is_multi, [index], output)
+
+
+def _device_index(device: Any) -> int:
+    if isinstance(device, int):
+        return device
+    device = torch.device(device)
+    return device.index if device.index is not None else torch.accelerator.current_device_index()
+
+
+# ---------------------------------------------------------------- plan
+
+
+def specs_of(slots: Iterable[Slot], sparse_names: set[str]) -> list[ParameterSpec]:
+    """The plan's view of the parameters.  Devices are numbered by first use, so that ranks agree on them."""
+    ordinals: dict[torch.device, int] = {}
+    specs = []
+    for slot in slots:
+        local = local_tensor(slot.parameter)
+        if not is_dense(local):
+            raise ValueError(
+                f"Parameter {slot.name} ({slot.owner}) does not fill its memory without gaps (stride "
+                f"{local.stride()} for shape {tuple(local.shape)}). Make it contiguous before wrapping."
+            )
+        ordinal = ordinals.setdefault(local.device, len(ordinals))
+        specs.append(
+            ParameterSpec(
+                name=slot.name,
+                shape=tuple(local.shape),
+                dtype=str(local.dtype).removeprefix("torch."),
+                itemsize=local.element_size(),
+                device=f"{local.device.type}:{ordinal}",
+                stride=tuple(local.stride()),
+                sparse=slot.name in sparse_names,
+            )
+        )
+    return specs
+
+
+def choose_plan(
+    specs: list[ParameterSpec], caps: BucketCaps, given: Plan | str | None, ready_order: list[str] | None = None
+) -> Plan:
+    """The plan given by the user (a resumed run keeps its layout), or a new one."""
+    if given is None:
+        return build_plan(specs, caps, ready_order=ready_order)
+    plan = Plan.from_json(given) if isinstance(given, str) else given
+    planned = {spec.name: spec for spec in plan.parameters}
+    for spec in specs:
+        if planned.pop(spec.name, None) != spec:
+            raise ValueError(
+                f"The given plan does not fit this module: parameter {spec.name} is missing from it or has another "
+                "shape, dtype, stride or device. Build the plan anew (plan=None)."
+            )
+    if planned:
+        raise ValueError(
+            f"The given plan names a parameter that this module does not train: {next(iter(planned))}. Build the plan "
+            "anew (plan=None)."
+        )
+    return plan
+
+
+# ---------------------------------------------------------------- what ranks agree on
+
+
+def describe(
+    module: nn.Module, ignored: set[str], options: dict[str, Any], plan: Plan | None, with_buffers: bool
+) -> ModelDescription:
+    parameters = tuple(_describe(n, p) for n, p in module.named_parameters() if n not in ignored)
+    buffers = tuple(_describe(n, b) for n, b in module.named_buffers() if n not in ignored)
+    return ModelDescription(
+        versions={"torch": str(torch.__version__), "lockstep": __version__},
+        options={name: str(value) for name, value in options.items()},
+        parameters=parameters,
+        buffers=buffers if with_buffers else (),
+        plan_digest=plan.digest if plan is not None else "",
+    )
+
+
+def _describe(name: str, tensor: torch.Tensor) -> TensorDescription:
+    local = local_tensor(tensor)
+    dtype = str(local.dtype).removeprefix("torch.")
+    return TensorDescription(
+        name, tuple(local.shape), dtype, tuple(local.stride()), bool(tensor.requires_grad)
+    )
+

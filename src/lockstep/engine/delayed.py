@@ -1,0 +1,42 @@
+"""Parameters whose reduction waits for a signal: ``delay_all_reduce_named_params``.
+
+Their gradients are left alone until the gradient of another parameter, the trigger, is about to be added; then they
+leave together.  torch starts that all-reduce and never waits for it; here the end of the backward does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lockstep import torch_private
+from lockstep.engine.bucket import LiveBucket
+from lockstep.engine.reducer import Reducer
+
+
+class DelayedReduction:
+    """Reduces its own few buckets when the trigger fires."""
+
+    def __init__(self, reducer: Reducer, trigger: nn.Parameter) -> None:
+        self._reducer = reducer
+        self._handle = trigger.register_hook(self._on_trigger)
+
+    def _on_trigger(self, gradient: Tensor) -> Tensor:
+        flying: list[LiveBucket] = []
+        for bucket in self._reducer.buckets:
+            gradients: Sequence[Tensor | None] = [slot.parameter.grad for slot in bucket.slots]
+            for slot in bucket.slots:
+                slot.dirty = True
+            self._reducer.launch(bucket, gradients)
+            self._reducer.adopt(bucket)
+            flying.append(bucket)
+        torch_private.queue_backward_callback(lambda: self._collect(flying))
+        return gradient
+
+    def _collect(self, buckets: list[LiveBucket]) -> None:
+        with torch.no_grad():
+            for bucket in buckets:
+                self._reducer.collect(bucket)
+                self._reducer.write_back(bucket)

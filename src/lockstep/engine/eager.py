@@ -1,0 +1,363 @@
+"""The eager caller of the reducer: autograd hooks count parameters down and launch buckets during the backward.
+
+    first gradient  -> begin_pass      is this a pass that synchronises?  open the window
+    each gradient   -> on_gradient     count down; a complete bucket is launched, in plan order
+    engine callback -> end_pass        collect all buckets, write .grad back, close the window
+
+[Note: when a pass synchronises]  ``require_backward_grad_sync`` is read when the backward begins, not when the
+forward ran.  So it does not matter whether the forward, the backward, or both are inside ``no_sync()``: gradients
+are added up locally until a backward runs outside of it, and that one reduces everything that was added up.
+Under ``join()`` the forward decides, because ranks that have run out of data must be told then.
+
+[Note: end of a pass]  Reentrant checkpoints run a backward inside the backward, and a callback queued in there fires
+when the inner one ends.  So the end of a pass only *finishes* a window whose buckets have all left; a window that is
+still short of parameters stays open for the outer pass, or for the user's next backward.  Where parameters may
+legitimately stay without a gradient (find_unused_parameters, static_graph), a hook on the outputs queues the
+callback in the outermost pass instead, whose end marks the rest as unused.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep import errors, torch_private
+from lockstep.engine.bucket import LiveBucket, Slot
+from lockstep.engine.reducer import Reducer
+from lockstep.engine.used import find_tensors, parameters_reached_from
+from lockstep.engine.window import SyncWindow
+from lockstep.observe.timeline import now
+
+
+class EagerBackward:
+    """Watches one wrapped model's backward passes."""
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        wants_sync: Callable[[], bool],
+        *,
+        finds_unused: bool = False,
+        skips_unused_buckets: bool = False,
+    ) -> None:
+        self.reducer = reducer
+        self.finds_unused = finds_unused
+        self.skips_unused_buckets = skips_unused_buckets
+        self.static_graph = False
+        self.graph_is_learned = False  # static_graph: the first window showed how often each parameter fires
+        self._just_learned = False
+        self.num_synced_passes = 0
+        # Accumulated in passes that did not synchronise, and not reduced since.
+        self.holds_local_gradients = False
+        self.is_collecting = False
+        # Called when a window is closed: in-backward optimizers, mixed precision, logging.
+        self.after_bucket: Callable[[LiveBucket], None] | None = None
+        self.before_write_back: Callable[[], None] | None = None
+        self.after_pass: Callable[[], None] | None = None
+        self.used_map: Tensor | None = None
+        self.unused_changed = False
+        self._wants_sync = wants_sync
+        self._post_backward_futures: list[torch.futures.Future[Any]] = []
+        self._last_unused: frozenset[str] | None = None
+        self._used_in_forward: set[int] | None = None
+        self._lock = threading.RLock()
+        self._handles: list[Any] = []
+        self._reset_pass()
+        self.window = self._new_window()
+        self.attach()
+
+    def _new_window(self) -> SyncWindow:
+        return SyncWindow(self.reducer.buckets, self.reducer.slots, self._launch)
+
+    # ---------------------------------------------------------------- hooks on parameters and outputs
+
+    def attach(self) -> None:
+        """Put the hooks on.  They sit on the parameter, so they survive ``.data`` and device changes."""
+        self.detach()
+        for slot in self.reducer.slots:
+            hook = partial(self._on_gradient, slot)
+            self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def rebuild(self) -> None:
+        """The reducer has a new plan: count anew."""
+        self.reset()
+        self.window = self._new_window()
+
+    def prepare_backward(self, output: Any) -> None:
+        """After a forward: find the parameters it used, and watch for the backward that starts from its outputs."""
+        if not (self.finds_unused or self.static_graph):
+            return
+        outputs = [t for t in find_tensors(output) if t.requires_grad]
+        if self.finds_unused and not self.static_graph and outputs:
+            # Several forwards may come before one backward: the parameters of all of them count as used.
+            reached = parameters_reached_from(outputs)
+            self._used_in_forward = (self._used_in_forward or set()) | reached
+        for tensor in outputs:
+            tensor.register_hook(self._on_output_gradient)
+
+    def _on_output_gradient(self, _: Tensor) -> None:
+        with self._lock:
+            if not self._outermost_seen:
+                self._outermost_seen = True
+                self._callback_queued = True
+                self._begin_pass()
+                torch_private.queue_backward_callback(self._end_pass)
+
+    def on_context_gradient(self, slot: Slot, gradients: Mapping[Tensor, Tensor]) -> None:
+        """A gradient arrived in a distributed autograd context instead of ``.grad``."""
+        self._context_gradients = gradients
+        self._on_gradient(slot, slot.parameter)
+
+    def _gradient_of(self, slot: Slot) -> Tensor | None:
+        if self._context_gradients is not None:
+            return self._context_gradients.get(slot.parameter)
+        return slot.parameter.grad
+
+    def _on_gradient(self, slot: Slot, _: Tensor) -> None:
+        with self._lock:
+            slot.dirty = True
+            self._fired = True
+            if not self._pass_running:
+                self._begin_pass()
+            if not self._callback_queued:
+                self._callback_queued = True
+                torch_private.queue_backward_callback(self._end_pass)
+            if self._syncs:
+                self._count(slot)
+
+    # ---------------------------------------------------------------- the pass
+
+    def _reset_pass(self) -> None:
+        self._pass_running = False
+        self._callback_queued = False
+        self._outermost_seen = False
+        self._syncs = False
+        self._fired = False
+        self._pass_start = 0
+        self._context_gradients: Mapping[Tensor, Tensor] | None = None
+
+    def _begin_pass(self) -> None:
+        if self._pass_running:
+            return
+        self._pass_running = True
+        self._pass_start = now()
+        self._syncs = self._wants_sync()
+        if self._syncs and not self.window.is_open:
+            self.window.open()
+            self.reducer.num_buckets_reduced = 0
+            with self._peers_told():
+                self._mark_known_unused()
+
+    def _mark_known_unused(self) -> None:
+        for slot in self.reducer.slots:
+            if self._is_known_unused(slot):
+                self.window.mark_ready(slot, found_unused=True)
+
+    def _is_known_unused(self, slot: Slot) -> bool:
+        if not slot.parameter.requires_grad:
+            return True  # frozen since it was wrapped
+        if self.static_graph:
+            return self.graph_is_learned and slot.expected_fires == 0
+        return self._used_in_forward is not None and id(slot.parameter) not in self._used_in_forward
+
+    def _count(self, slot: Slot) -> None:
+        slot.num_fires += 1
+        if self.static_graph and not self.graph_is_learned:
+            return  # the first window only watches; it is reduced as a whole at its end
+        with self._peers_told():
+            if self.static_graph:
+                expected = slot.expected_fires
+                assert expected is not None
+                if slot.num_fires > expected:
+                    raise errors.graph_changed(slot.place, rank=self.reducer.rank, expected=expected)
+                if slot.num_fires < expected:
+                    return
+            if slot.ready:
+                raise errors.ready_twice(
+                    slot.place, rank=self.reducer.rank, was_found_unused=slot.found_unused
+                )
+            self.window.mark_ready(slot)
+
+    def _launch(self, bucket: LiveBucket) -> None:
+        if self.skips_unused_buckets and all(slot.found_unused and not slot.dirty for slot in bucket.slots):
+            bucket.skipped = True
+            return
+        self.reducer.launch(bucket, [self._gradient_of(slot) for slot in bucket.slots])
+        self.reducer.adopt(bucket)
+        if self.after_bucket is not None:
+            self._collect_landed(bucket)
+
+    def _collect_landed(self, newest: LiveBucket) -> None:
+        """With an optimizer in the backward, buckets that have arrived are used, and freed, while it goes on."""
+        for bucket in self.reducer.buckets[: newest.index]:
+            if bucket.flight is not None and bucket.flight.is_done():
+                self._collect(bucket, None)
+
+    def _end_pass(self) -> None:
+        """The engine finished a pass: reduce what is complete, or leave the window open for the next pass."""
+        with self._lock:
+            end = now()
+            self.reducer.timeline.record("backward", self._pass_start, end)
+            if self._syncs and self.window.is_open:
+                if self._fired and self._rest_is_unused():
+                    with self._peers_told():
+                        for slot in self.window.missing:
+                            self.window.mark_ready(slot, found_unused=True)
+                if self.window.all_launched:
+                    self._finish_window()
+            else:
+                self.holds_local_gradients |= self._fired
+            is_over = not self.window.is_open
+            self._reset_pass()
+        if is_over and self.after_pass is not None:
+            self.after_pass()
+
+    def _rest_is_unused(self) -> bool:
+        """Whether parameters that are not ready at the end of a pass count as unused (or as a missing gradient)."""
+        if not self.static_graph:
+            return self.finds_unused
+        if self.graph_is_learned:
+            return False
+        self.graph_is_learned = self._just_learned = True
+        for slot in self.reducer.slots:
+            slot.expected_fires = slot.num_fires
+        return True
+
+    # ---------------------------------------------------------------- finish
+
+    def _finish_window(self) -> None:
+        with self._peers_told():
+            is_used = self._agree_on_used()
+            if self.before_write_back is not None:
+                self._land_all()
+                self.before_write_back()
+            for bucket in self.reducer.buckets:
+                self._collect(bucket, is_used)
+            for future in self._post_backward_futures:
+                self.reducer.watch.wait_future(future, "a buffer communication hook")
+        self._post_backward_futures = []
+        self._used_in_forward = None
+        self._note_unused()
+        self.window.close()
+        self._just_learned = False
+        self.holds_local_gradients = False
+        self.num_synced_passes += 1
+        self.reducer.timeline.end_step()
+
+    def _land_all(self) -> None:
+        for bucket in self.reducer.buckets:
+            if bucket.flight is not None:
+                self.reducer.collect(bucket)
+
+    def _collect(self, bucket: LiveBucket, is_used: Callable[[Slot], bool] | None) -> None:
+        if bucket.skipped:
+            return
+        if bucket.flight is not None:
+            self.reducer.collect(bucket)
+        if bucket.flat is None:
+            return  # collected earlier in this pass
+        self.reducer.write_back(bucket, is_used, in_place=self._context_gradients is not None)
+        if self.after_bucket is not None:
+            self.is_collecting = True
+            try:
+                self.after_bucket(bucket)
+            finally:
+                self.is_collecting = False
+
+    def _agree_on_used(self) -> Callable[[Slot], bool] | None:
+        """Which parameters any rank used; the others keep their .grad as it was (None, usually)."""
+        if self.static_graph:
+            if self._just_learned:
+                self._reduce_used_map()
+        elif self.finds_unused:
+            if self.skips_unused_buckets:
+                return lambda slot: slot.dirty or not slot.found_unused
+            self._reduce_used_map()
+        if self.used_map is None:
+            return None
+        counts = self.used_map.tolist()
+        return lambda slot: counts[slot.position] > 0
+
+    def exchanges_used_map_next(self) -> bool:
+        """Whether the next window ends with an exchange of used parameters (a joined rank takes part in it)."""
+        if self.static_graph:
+            return not self.graph_is_learned
+        return self.finds_unused and not self.skips_unused_buckets
+
+    def local_used_map(self) -> Tensor:
+        """1 for each parameter, in declaration order, that this rank has a new gradient for."""
+        device = self.reducer.slots[0].parameter.device
+        used = [int(slot.dirty and self._gradient_of(slot) is not None) for slot in self.reducer.slots]
+        return torch.tensor(used, dtype=torch.int32, device=device)
+
+    def _reduce_used_map(self) -> None:
+        self.used_map = self.local_used_map()
+        work = dist.all_reduce(self.used_map, group=self.reducer.process_group, async_op=True)
+        self.reducer.land(work, self.used_map, "the exchange of used parameters")
+
+    def _note_unused(self) -> None:
+        """Remember whether the set of unused parameters ever changed: whether static_graph=True could be set."""
+        unused = frozenset(slot.name for slot in self.reducer.slots if slot.found_unused)
+        if self._last_unused is not None and unused != self._last_unused:
+            self.unused_changed = True
+        self._last_unused = unused
+
+    # ---------------------------------------------------------------- the proof
+
+    def require_finished(self) -> None:
+        """Raise if the last backward that synchronises left the window incomplete."""
+        missing = self.window.missing
+        if self.window.is_open and missing:
+            error = errors.unfinished_reduction(
+                [slot.place for slot in missing],
+                rank=self.reducer.rank,
+                num_parameters=len(self.reducer.slots),
+                finds_unused=self.finds_unused,
+                static_graph=self.static_graph,
+            )
+            self.reducer.watch.post_failure(error)
+            raise error
+        if not torch_private.in_backward():
+            self._reset_pass()  # a backward that raised has left its marks
+
+    def reset(self) -> None:
+        """Forget the current window, after an error in a backward that was caught."""
+        for bucket in self.reducer.buckets:
+            bucket.flight = None
+            bucket.flat = None
+            bucket.gradients = []
+        self.window.close()
+        self._used_in_forward = None
+        self._post_backward_futures = []
+        self._reset_pass()
+
+    def add_post_backward_futures(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
+        self._post_backward_futures.extend(futures)
+
+    def _peers_told(self) -> _PeersTold:
+        return _PeersTold(self.reducer)
+
+
+class _PeersTold:
+    """An error inside is left on the board for peers, before it goes up to the user."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, errors.PeerFailed):
+            self._reducer.watch.post_failure(error)

@@ -1,0 +1,42 @@
+"""Optimizers that step inside the backward: ``_apply_optimizer_in_backward`` under data parallel.
+
+That function steps a parameter as soon as its gradient is there, which would be before the reduction.  So its hooks
+are taken off, and the step runs when the parameter's bucket has been collected; the gradient is freed right after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from lockstep import torch_private
+from lockstep.engine.bucket import LiveBucket
+from lockstep.engine.eager import EagerBackward
+
+
+def take_over_optimizers(backward: EagerBackward, parameters: Sequence[nn.Parameter]) -> None:
+    owned = [p for p in parameters if hasattr(p, "_in_backward_optimizers")]
+    if not owned:
+        return
+    if backward.reducer.comm_hook is not None:
+        raise RuntimeError(
+            "Optimizers in the backward and a communication hook cannot both finish a bucket. Remove the hook "
+            f"({backward.reducer.comm_hook_name}) or step the optimizer after the backward."
+        )
+    for parameter in owned:
+        for handle in torch_private.in_backward_optimizer_handles(parameter):
+            handle.remove()
+
+    def step_bucket(bucket: LiveBucket) -> None:
+        with torch.enable_grad():
+            for slot in bucket.slots:
+                if slot.parameter.grad is None:
+                    continue
+                for optimizer in getattr(slot.parameter, "_in_backward_optimizers", ()):
+                    optimizer.step()
+                if hasattr(slot.parameter, "_in_backward_optimizers"):
+                    slot.parameter.grad = None
+
+    backward.after_bucket = step_bucket

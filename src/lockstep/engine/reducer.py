@@ -1,0 +1,363 @@
+"""The reducer: the only place that starts and finishes a gradient collective.
+
+A bucket is *launched* (packed into a flat buffer, its collective started) and *collected* (waited for, its result in
+the flat buffer).  Anyone may call the two: the autograd hooks of the eager path (``engine/eager.py``) do, and so does
+a compiled backward.  What the two do with comm hooks, averaging, dtypes and sparse gradients is decided here, once.
+
+    launch(bucket, gradients) -> flat      pack, start
+    collect(bucket)           -> flat      wait, finish
+    write_back(bucket, ...)                .grad of each parameter
+
+[Note: who owns .grad]  Three ways, chosen by ``gradient_as_bucket_view``:
+  ``ALIAS`` (None, the default)  the flat buffer is new in each window and .grad points into it.  No copy back; a
+      reference to an old .grad stays valid, because its buffer is never reused; the gradients of a window that was
+      zeroed to None cost no memory while the next forward runs.
+  ``PERSISTENT`` (True)  .grad points into a buffer that is kept, so addresses never change.
+  ``OWN`` (False)  .grad keeps its own memory and the result is copied into it.
+In all three the tensor object in .grad survives: only what it points at changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep import torch_private
+from lockstep.agree.watch import Watch
+from lockstep.engine.bucket import LiveBucket, Slot, flatten_gradient, is_dense, local_tensor
+from lockstep.engine.flight import Flight, HookFlight, NoFlight, WorkFlight, gather_sparse_sum
+from lockstep.engine.grad_bucket import GradBucket
+from lockstep.observe.timeline import Timeline, now
+from lockstep.plan import Plan
+
+CommHook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
+
+
+class GradOwnership(Enum):
+    """See [Note: who owns .grad]."""
+
+    ALIAS = "alias"
+    PERSISTENT = "persistent"
+    OWN = "own"
+
+
+class Reducer:
+    """Packs, sends, receives and hands back the gradients of one wrapped model."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        slots: Sequence[Slot],
+        process_group: dist.ProcessGroup,
+        *,
+        watch: Watch,
+        timeline: Timeline,
+        ownership: GradOwnership = GradOwnership.ALIAS,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.watch = watch
+        self.timeline = timeline
+        self.ownership = ownership
+        self.reduce_dtype = reduce_dtype
+        self.comm_hook: CommHook | None = None
+        self.comm_hook_state: Any = None
+        self.comm_hook_name = ""
+        # None: the mean over the group. A number (set by join): what to divide by instead.
+        self.divisor: float | None = None
+        self.sparse_metadata: dict[str, Tensor] = {}
+        self.num_buckets_reduced = 0
+        self.use_plan(plan, slots)
+        self.use_process_group(process_group)
+
+    # ---------------------------------------------------------------- what and where
+
+    def use_plan(self, plan: Plan, slots: Sequence[Slot]) -> None:
+        """Lay the slots out as ``plan`` says.  Only between windows."""
+        by_name = {slot.name: slot for slot in slots}
+        self.plan = plan
+        self.slots = list(slots)
+        self.buckets = [LiveBucket(spec, [by_name[name] for name in spec.names]) for spec in plan]
+
+    def use_process_group(self, process_group: dist.ProcessGroup) -> None:
+        self.process_group = process_group
+        self.world = process_group.size()
+        self.rank = process_group.rank()
+        self._backends: dict[torch.device, str] = {}
+
+    def backend(self, device: torch.device) -> str:
+        """The backend that serves ``device``; asked anew for a device the model was moved to."""
+        name = self._backends.get(device)
+        if name is None:
+            name = self._backends[device] = torch_private.backend_name(self.process_group, device)
+        return name
+
+    def land(self, work: Any, tensor: Tensor, moment: str) -> None:
+        """Wait for a collective on ``tensor`` that is not a bucket's."""
+        WorkFlight(work, self._blocks_host(tensor)).land(self.watch, moment)
+
+    def set_comm_hook(self, state: Any, hook: CommHook, name: str) -> None:
+        if self.comm_hook is not None:
+            raise RuntimeError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once. The hook in place is "
+                f"{self.comm_hook_name}; write one hook that does both, or build a new wrapper."
+            )
+        self.comm_hook, self.comm_hook_state, self.comm_hook_name = hook, state, name
+
+    # ---------------------------------------------------------------- launch
+
+    def launch(self, bucket: LiveBucket, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Pack ``gradients`` (one per slot, None for none) into a flat buffer and start its collective."""
+        start = now()
+        bucket.gradients = list(gradients)
+        with torch.no_grad():
+            flat = self._pack_sparse(bucket) if bucket.spec.sparse else self._pack(bucket)
+            bucket.flat = flat
+            packed = now()
+            bucket.flight = self.start(bucket, flat)
+        bucket.launched_ns = packed
+        self.num_buckets_reduced += 1
+        self.timeline.record("pack", start, packed, bucket.index)
+        return flat
+
+    def _pack(self, bucket: LiveBucket) -> Tensor:
+        slots, gradients = bucket.slots, bucket.gradients
+        like = local_tensor(slots[0].parameter)
+        if self.reduce_dtype is not None and like.is_floating_point():
+            like = like.new_empty(0, dtype=self.reduce_dtype)
+        in_place = self._already_flat(bucket, like)
+        if in_place is not None:
+            return in_place
+        pieces = [flatten_gradient(g, slot, like) for g, slot in zip(gradients, slots, strict=True)]
+        if self.ownership is not GradOwnership.PERSISTENT:
+            return torch.cat(pieces)
+        if bucket.persistent is None:
+            bucket.persistent = like.new_empty(sum(bucket.sizes))
+        home = bucket.persistent.untyped_storage().data_ptr()
+        pieces = [p.clone() if p.untyped_storage().data_ptr() == home else p for p in pieces]
+        return torch.cat(pieces, out=bucket.persistent)
+
+    def _already_flat(self, bucket: LiveBucket, like: Tensor) -> Tensor | None:
+        """The gradients as they lie, where they already form this bucket's flat buffer: nothing to pack then.
+
+        True for gradients that were zeroed in place since the last window, and for a parameter that is alone.
+        """
+        first = bucket.gradients[0]
+        if first is None or first.dtype != like.dtype or first.requires_grad or bucket.slots[0].is_dtensor:
+            return None
+        num_elements = sum(bucket.sizes)
+        if num_elements == 0 or first.untyped_storage().nbytes() != num_elements * like.element_size():
+            return None
+        base = first.untyped_storage().data_ptr()
+        if bucket.persistent is not None and base != bucket.persistent.untyped_storage().data_ptr():
+            return None
+        if self.ownership is GradOwnership.PERSISTENT and bucket.persistent is None:
+            return None
+        for slot, gradient in zip(bucket.slots, bucket.gradients, strict=True):
+            if (
+                gradient is None
+                or gradient.data_ptr() != base + slot.offset * like.element_size()
+                or gradient.stride() != slot.stride
+                or gradient.dtype != like.dtype
+                or not (slot.is_dense_row_major or is_dense(gradient))
+            ):
+                return None
+        return first.detach().as_strided((num_elements,), (1,), 0)
+
+    def _pack_sparse(self, bucket: LiveBucket) -> Tensor:
+        (slot,), (gradient,) = bucket.slots, bucket.gradients
+        if gradient is None:
+            size = slot.shape
+            indices = torch.empty((1, 0), dtype=torch.long, device=slot.parameter.device)
+            values = slot.parameter.new_empty((0, *size[1:]))
+            return torch.sparse_coo_tensor(indices, values, size)
+        if not gradient.is_sparse:
+            return gradient.detach().to_sparse(1)
+        return gradient.detach().coalesce().clone()
+
+    # ---------------------------------------------------------------- the collective itself
+
+    def start(self, bucket: LiveBucket, flat: Tensor) -> Flight:
+        """Start the reduction of ``flat``: the comm hook's if there is one, an averaging all-reduce otherwise."""
+        if self.comm_hook is not None:
+            return self._start_hook(bucket, flat)
+        if flat.is_sparse:
+            return self._start_sparse(bucket, flat)
+        if flat.numel() == 0:
+            return NoFlight()
+        op = dist.ReduceOp.AVG
+        if self.divisor is not None or not self._averages(flat):
+            flat.div_(self.world if self.divisor is None else self.divisor)
+            op = dist.ReduceOp.SUM
+        work = dist.all_reduce(flat, op=op, group=self.process_group, async_op=True)
+        return WorkFlight(work, self._blocks_host(flat))
+
+    def _start_hook(self, bucket: LiveBucket, flat: Tensor) -> Flight:
+        assert self.comm_hook is not None
+        view = GradBucket(bucket, flat, is_last=bucket is self.buckets[-1])
+        try:
+            future = self.comm_hook(self.comm_hook_state, view)
+        except Exception as error:
+            error.add_note(
+                f"lockstep: raised by the communication hook {self.comm_hook_name} on rank {self.rank} for bucket "
+                f"{bucket.index} ({', '.join(bucket.spec.names[:5])}{', ...' if len(bucket.slots) > 5 else ''})."
+            )
+            raise
+        if not isinstance(future, torch.futures.Future):
+            raise TypeError(
+                f"The communication hook {self.comm_hook_name} returned {type(future).__name__}; it must return a "
+                "torch.futures.Future that holds the reduced buffer. A hook that communicates nothing returns a "
+                "future whose set_result(bucket.buffer()) was called."
+            )
+        return HookFlight(future, self.comm_hook_name)
+
+    def _start_sparse(self, bucket: LiveBucket, flat: Tensor) -> Flight:
+        divisor = float(self.world if self.divisor is None else self.divisor)
+        name = bucket.slots[0].name
+        if name in self.sparse_metadata:
+            return self._start_known_rows(flat, self.sparse_metadata[name], divisor)
+        if self.backend(flat.device) == "gloo":
+            flat.div_(divisor)
+            work = dist.all_reduce(flat, group=self.process_group, async_op=True)
+            return WorkFlight(work, blocks_host=True)
+        total = gather_sparse_sum(flat, self.process_group, divisor)
+        return WorkFlight(_Finished(), blocks_host=False, after=lambda: total)
+
+    def _start_known_rows(self, flat: Tensor, rows: Tensor, divisor: float) -> Flight:
+        """All ranks said beforehand which rows any of them touches: a dense all-reduce of just those rows."""
+        rows = rows.to(flat.device)
+        dense = flat.to_dense().index_select(0, rows) / divisor
+        work = dist.all_reduce(dense, group=self.process_group, async_op=True)
+
+        def as_sparse() -> Tensor:
+            return torch.sparse_coo_tensor(rows.unsqueeze(0), dense, flat.shape).coalesce()
+
+        return WorkFlight(work, self._blocks_host(dense), after=as_sparse)
+
+    def _averages(self, flat: Tensor) -> bool:
+        """Whether the backend's own mean is as safe as dividing first.
+
+        gloo adds up first and divides then, so a sum of fp16 gradients could overflow there.
+        """
+        backend = self.backend(flat.device)
+        if backend == "gloo":
+            return torch_private.GLOO_AVERAGES and flat.dtype != torch.float16 and not flat.is_complex()
+        return backend == "nccl" and not flat.is_complex()
+
+    def _blocks_host(self, flat: Tensor) -> bool:
+        return self.backend(flat.device) in ("gloo", "mpi", "ucc")
+
+    # ---------------------------------------------------------------- collect
+
+    def moment(self, bucket: LiveBucket) -> str:
+        """How messages name this bucket's reduction."""
+        names = bucket.spec.names
+        shown = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+        return f"the reduction of bucket {bucket.index} ({shown}) in step {self.timeline.step}"
+
+    def collect(self, bucket: LiveBucket) -> Tensor:
+        """Wait for the bucket's collective; the reduced gradients are in the flat buffer that is returned."""
+        assert bucket.flight is not None and bucket.flat is not None, "collect() needs a launched bucket"
+        start = now()
+        result = bucket.flight.land(self.watch, self.moment(bucket))
+        end = now()
+        self.timeline.record("wait", start, end, bucket.index)
+        self.timeline.record("reduce", bucket.launched_ns, end, bucket.index)
+        bucket.flight = None
+        if result is not None and result is not bucket.flat:
+            self._take_result(bucket, result)
+        return bucket.flat
+
+    def _take_result(self, bucket: LiveBucket, result: Tensor) -> None:
+        flat = bucket.flat
+        assert flat is not None
+        if flat.is_sparse or result.is_sparse:
+            bucket.flat = result
+            return
+        if result.numel() != flat.numel():
+            raise ValueError(
+                f"The communication hook {self.comm_hook_name} returned {result.numel()} elements for bucket "
+                f"{bucket.index}, which holds {flat.numel()}. It must return as many as it was given."
+            )
+        if result.data_ptr() != flat.data_ptr() or result.dtype != flat.dtype:
+            with torch.no_grad():
+                flat.copy_(result.reshape(-1))
+
+    # ---------------------------------------------------------------- .grad
+
+    def adopt(self, bucket: LiveBucket) -> None:
+        """Let .grad point into the flat buffer already while it travels, so that the unpacked gradients are freed."""
+        flat = bucket.flat
+        if self.ownership is GradOwnership.OWN or bucket.spec.sparse or flat is None:
+            return
+        for slot, gradient, view in zip(bucket.slots, bucket.gradients, bucket.views(flat), strict=True):
+            if slot.dirty and gradient is not None and self._can_alias(slot, gradient, flat):
+                gradient.data = view
+
+    def _can_alias(self, slot: Slot, gradient: Tensor, flat: Tensor) -> bool:
+        # A gradient that is itself part of a graph (create_graph=True) must stay the tensor that graph made.
+        return not (gradient.requires_grad or slot.is_dtensor) and gradient.dtype == flat.dtype
+
+    def write_back(
+        self, bucket: LiveBucket, is_used: Callable[[Slot], bool] | None = None, *, in_place: bool = False
+    ) -> None:
+        """Give every parameter its reduced gradient; those that no rank used are left as they are.
+
+        ``in_place``: only change the tensors that were launched, and leave ``.grad`` alone (distributed autograd).
+        """
+        flat, gradients = bucket.flat, bucket.gradients
+        bucket.flat, bucket.gradients = None, []
+        if flat is None:
+            return
+        copy_to: list[Tensor] = []
+        copy_from: list[Tensor] = []
+        with torch.no_grad():
+            views = [flat] if flat.is_sparse else bucket.views(flat)
+            for slot, gradient, view in zip(bucket.slots, gradients, views, strict=True):
+                slot.dirty = False
+                if not slot.parameter.requires_grad or (is_used is not None and not is_used(slot)):
+                    continue
+                if in_place and (gradient is None or gradient.is_sparse):
+                    if gradient is not None:
+                        gradient.copy_(view)
+                elif gradient is None or gradient.is_sparse or view.is_sparse:
+                    self._set_new_gradient(slot, view)
+                elif gradient.dtype != slot.parameter.dtype:  # native mixed precision
+                    self._set_new_gradient(slot, view)
+                elif self.ownership is not GradOwnership.OWN and self._can_alias(slot, gradient, flat):
+                    if gradient.data_ptr() != view.data_ptr():
+                        gradient.data = view
+                else:
+                    target = local_tensor(gradient).data
+                    if target.data_ptr() != view.data_ptr():
+                        copy_to.append(target)
+                        copy_from.append(view)
+            if copy_to:
+                torch_private.foreach_copy(copy_to, copy_from)
+
+    def _set_new_gradient(self, slot: Slot, value: Tensor) -> None:
+        parameter = slot.parameter
+        if slot.is_dtensor:
+            parameter.grad = torch_private.dtensor_like(parameter, value.clone())
+        elif value.is_sparse:
+            parameter.grad = value
+        elif value.dtype != parameter.dtype:
+            parameter.grad = value.to(parameter.dtype)
+        else:
+            # ``.data`` makes a tensor that shares memory without being an autograd view, so that in-place
+            # methods such as detach_() work on it.
+            parameter.grad = value.clone() if self.ownership is GradOwnership.OWN else value.data
+
+
+class _Finished:
+    """A work that was done when it was made."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
