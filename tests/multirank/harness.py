@@ -73,9 +73,11 @@ class RankOutcome:
     exit_status: int | None
     output: str
 
-    def report(self) -> str:
+    def report(self, same_error_as: RankOutcome | None = None) -> str:
         lines = [f"--- rank {self.rank}: {self._verdict()}"]
-        if self.error is not None:
+        if self.error is not None and same_error_as is not None:
+            lines.append(f"with the text and the traceback of rank {same_error_as.rank}")
+        elif self.error is not None:
             lines.append(self.error.traceback.rstrip())
         if self.output.strip():
             lines.append(f"... output of rank {self.rank}:")
@@ -88,6 +90,16 @@ class RankOutcome:
         if self.exit_status == 0:
             return "returned"
         return f"died with exit status {self.exit_status}"
+
+
+def report_all(outcomes: Sequence[RankOutcome]) -> str:
+    """Every rank's report, an error that several ranks share only once in full."""
+    reports = []
+    first_with: dict[RankError, RankOutcome] = {}
+    for outcome in outcomes:
+        first = first_with.setdefault(outcome.error, outcome) if outcome.error is not None else outcome
+        reports.append(outcome.report(None if first is outcome else first))
+    return "\n".join(reports)
 
 
 def run_ranks(
@@ -112,7 +124,7 @@ def run_ranks(
         **kwargs,
     )
     failing = [outcome for outcome in outcomes if outcome.error is not None or outcome.exit_status != 0]
-    assert not failing, f"{len(failing)} of {world} ranks failed\n" + "\n".join(o.report() for o in failing)
+    assert not failing, f"{len(failing)} of {world} ranks failed\n" + report_all(failing)
     return [outcome.value for outcome in outcomes]
 
 
@@ -125,7 +137,7 @@ def expect_errors(
     died = [outcome.rank for outcome in outcomes if outcome.error is None and outcome.exit_status != 0]
     assert (raising, died) == (set(ranks), []), (
         f"expected an error on ranks {sorted(ranks)}, but {sorted(raising)} raised and {died} died\n"
-        + "\n".join(outcome.report() for outcome in outcomes)
+        + report_all(outcomes)
     )
     return {outcome.rank: outcome.error for outcome in outcomes if outcome.error is not None}
 
@@ -163,7 +175,7 @@ def run_outcomes(
         )
         assert "server_error" not in reply, f"the rank server failed:\n{reply['server_error']}"
         outcomes = [read_outcome(directory, rank, reply["exit_status"]) for rank in range(world)]
-    reports = "\n".join(outcome.report() for outcome in outcomes)
+    reports = report_all(outcomes)
     assert not reply["timed_out"], f"the run did not end within {limit_s:.0f} s and was killed\n{reports}"
     assert not reply["leftovers"], f"the run left processes behind: {reply['leftovers']}\n{reports}"
     return outcomes

@@ -12,40 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from multirank.compare import Tensors, assert_close, assert_identical, gradients_of
-from multirank.harness import run_ranks, subject_class, torch_fails
-from multirank.models import CASES, Case, shard
+from multirank.compare import Tensors, assert_close, gradients_of
+from multirank.harness import run_ranks, torch_fails
+from multirank.models import CASES, shard
+from multirank.steps import DTYPE, WORLD, assert_steps, descend, local_batch, seeded, wrapped
 
-WORLD = 3
-DTYPE = torch.float64
 NUM_WINDOWS = 3
-BUCKET_CAP_MB = 0.002
-
-
-def local_batch(case: Case, step: int) -> dict[str, torch.Tensor]:
-    return shard(case.batch(step, DTYPE), dist.get_rank(), dist.get_world_size())
-
-
-def wrapped(module: nn.Module, **options: Any) -> Any:
-    return subject_class()(module, bucket_cap_mb=BUCKET_CAP_MB, **options)
-
-
-def descend(module: nn.Module) -> None:
-    """A plain update, so that windows start from other weights and an unsynced one shows later too."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter -= 0.1 * parameter.grad
-
-
-def assert_windows(values: list[list[Tensors]], expected: list[Tensors], what: str) -> None:
-    for rank, windows in enumerate(values):
-        assert_identical(windows, values[0], f"{what}: rank {rank} against rank 0")
-    for window, gradients in enumerate(expected):
-        assert_close(values[0][window], gradients, f"{what}, window {window}")
 
 
 def big_batch_windows(name: str, num_micro_steps: int) -> list[Tensors]:
@@ -139,14 +113,14 @@ TORCH_DECIDES_IN_FORWARD = "decides in forward whether the backward will sync"
 def test_accumulated_equals_big_batch(placement: str, num_micro_steps: int, view: bool) -> None:
     options = {"gradient_as_bucket_view": view}
     values = run_ranks(WORLD, accumulate, "gpt_tied", placement, num_micro_steps, True, options)
-    assert_windows(values, big_batch_windows("gpt_tied", num_micro_steps), placement)
+    assert_steps(values, big_batch_windows("gpt_tied", num_micro_steps), placement)
 
 
 @torch_fails(TORCH_DECIDES_IN_FORWARD)
 @pytest.mark.parametrize("num_micro_steps", [1, 4, 8])
 def test_forward_inside_no_sync_and_backward_outside_syncs(num_micro_steps: int) -> None:
     values = run_ranks(WORLD, accumulate, "mlp", "forward_always_inside", num_micro_steps, True, {})
-    assert_windows(values, big_batch_windows("mlp", num_micro_steps), "forward inside, backward outside")
+    assert_steps(values, big_batch_windows("mlp", num_micro_steps), "forward inside, backward outside")
 
 
 @torch_fails(TORCH_DECIDES_IN_FORWARD)
@@ -154,7 +128,7 @@ def test_forward_inside_no_sync_and_backward_outside_syncs(num_micro_steps: int)
 def test_flag_set_between_forward_and_backward_syncs(num_micro_steps: int) -> None:
     """A well-known training script sets the flag after the forward; its ranks then drift apart."""
     values = run_ranks(WORLD, accumulate, "mlp", "flag_before_backward", num_micro_steps, True, {})
-    assert_windows(values, big_batch_windows("mlp", num_micro_steps), "flag set before backward only")
+    assert_steps(values, big_batch_windows("mlp", num_micro_steps), "flag set before backward only")
 
 
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
@@ -162,7 +136,7 @@ def test_flag_set_between_forward_and_backward_syncs(num_micro_steps: int) -> No
 def test_both_ways_to_clear_gradients(set_to_none: bool, view: bool) -> None:
     options = {"gradient_as_bucket_view": view}
     values = run_ranks(WORLD, accumulate, "mlp", "all_inside", 4, set_to_none, options)
-    assert_windows(values, big_batch_windows("mlp", 4), f"set_to_none={set_to_none}")
+    assert_steps(values, big_batch_windows("mlp", 4), f"set_to_none={set_to_none}")
 
 
 @pytest.mark.parametrize("placement", list(PLACEMENTS))
@@ -173,12 +147,12 @@ def test_static_graph_with_no_sync(
     if placement != "forward_outside":  # there torch syncs every micro-step
         request.applymarker(torch_fails("stops with an internal assertion, or does not sync"))
     values = run_ranks(WORLD, accumulate, "mlp", placement, num_micro_steps, True, {"static_graph": True})
-    assert_windows(values, big_batch_windows("mlp", num_micro_steps), f"static graph, {placement}")
+    assert_steps(values, big_batch_windows("mlp", num_micro_steps), f"static graph, {placement}")
 
 
 def test_static_graph_without_accumulation() -> None:
     values = run_ranks(WORLD, accumulate, "gpt_tied", "all_inside", 1, True, {"static_graph": True})
-    assert_windows(values, big_batch_windows("gpt_tied", 1), "static graph")
+    assert_steps(values, big_batch_windows("gpt_tied", 1), "static graph")
 
 
 @pytest.mark.parametrize("placement", list(PLACEMENTS))
@@ -189,7 +163,7 @@ def test_unused_parameters_that_differ_per_micro_step_and_rank(
     if placement in ("forward_always_inside", "flag_before_backward"):
         request.applymarker(torch_fails(TORCH_DECIDES_IN_FORWARD))
     values = run_ranks(WORLD, accumulate, "branches", placement, 4, True, {})
-    assert_windows(values, big_batch_windows("branches", 4), placement)
+    assert_steps(values, big_batch_windows("branches", 4), placement)
 
 
 class TwoBranches(nn.Module):
@@ -204,16 +178,10 @@ class TwoBranches(nn.Module):
         return self.left(h) if use_left else self.right(h)
 
 
-def two_branches() -> TwoBranches:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        return TwoBranches().to(DTYPE)
-
-
 def alternate_branches() -> Tensors:
     """Left in the first micro-step, right in the last: the window used both, the last backward only one."""
     case = CASES["mlp"]
-    ddp = wrapped(two_branches(), find_unused_parameters=True)
+    ddp = wrapped(seeded(TwoBranches), find_unused_parameters=True)
     with ddp.no_sync():
         x = local_batch(case, 0)["x"]
         ddp(x, True).square().mean().backward()
@@ -223,10 +191,10 @@ def alternate_branches() -> Tensors:
 
 def test_a_branch_used_only_under_no_sync_is_reduced_too() -> None:
     values = run_ranks(WORLD, alternate_branches)
-    case, module = CASES["mlp"], two_branches()
+    case, module = CASES["mlp"], seeded(TwoBranches)
     module(case.batch(0, DTYPE)["x"], True).square().mean().backward()
     module(case.batch(1, DTYPE)["x"], False).square().mean().backward()
-    assert_windows([[v] for v in values], [gradients_of(module)], "a branch per micro-step")
+    assert_steps([[v] for v in values], [gradients_of(module)], "a branch per micro-step")
 
 
 # Under no_sync the gradients are this rank's own
@@ -291,10 +259,8 @@ class Trunk(nn.Module):
         return first, second
 
 
-def trunk(crossed: bool) -> Trunk:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(4)
-        return Trunk(crossed).to(DTYPE)
+def trunk(crossed: bool) -> nn.Module:
+    return seeded(lambda: Trunk(crossed))
 
 
 def two_losses(module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -333,20 +299,20 @@ def two_loss_windows(crossed: bool) -> list[Tensors]:
 @pytest.mark.parametrize("first_in_no_sync", [False, True], ids=["both_sync", "second_syncs"])
 def test_two_backwards_through_every_parameter(first_in_no_sync: bool, view: bool) -> None:
     values = run_ranks(WORLD, two_backwards, True, first_in_no_sync, {"gradient_as_bucket_view": view})
-    assert_windows(values, two_loss_windows(True), "two losses, each through every parameter")
+    assert_steps(values, two_loss_windows(True), "two losses, each through every parameter")
 
 
 @torch_fails("marks the trunk ready twice, or waits for the other head")
 @pytest.mark.parametrize("unused", [False, True], ids=["strict", "find_unused"])
 def test_two_backwards_with_a_head_each_second_syncs(unused: bool) -> None:
     values = run_ranks(WORLD, two_backwards, False, True, {"find_unused_parameters": unused})
-    assert_windows(values, two_loss_windows(False), "a head per loss, second syncs")
+    assert_steps(values, two_loss_windows(False), "a head per loss, second syncs")
 
 
 @torch_fails("marks the trunk ready twice")
 def test_two_synced_backwards_with_a_head_each_and_find_unused() -> None:
     values = run_ranks(WORLD, two_backwards, False, False, {"find_unused_parameters": True})
-    assert_windows(values, two_loss_windows(False), "a head per loss, both sync")
+    assert_steps(values, two_loss_windows(False), "a head per loss, both sync")
 
 
 def several_forwards(one_backward: bool, options: dict[str, Any]) -> list[Tensors]:
@@ -373,14 +339,14 @@ def several_forwards(one_backward: bool, options: dict[str, Any]) -> list[Tensor
 )
 def test_several_forwards_before_one_backward(options: dict[str, Any]) -> None:
     values = run_ranks(WORLD, several_forwards, True, options)
-    assert_windows(values, big_batch_windows("mlp", 3), "three forwards, one backward")
+    assert_steps(values, big_batch_windows("mlp", 3), "three forwards, one backward")
 
 
 @torch_fails("only the first backward after the forwards is reduced")
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=["plain", "find_unused"])
 def test_several_forwards_before_several_backwards(options: dict[str, Any]) -> None:
     values = run_ranks(WORLD, several_forwards, False, options)
-    assert_windows(values, big_batch_windows("mlp", 3), "three forwards, three backwards")
+    assert_steps(values, big_batch_windows("mlp", 3), "three forwards, three backwards")
 
 
 def accumulate_synced_steps(view: bool) -> list[Tensors]:
@@ -400,4 +366,4 @@ def accumulate_synced_steps(view: bool) -> list[Tensors]:
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 def test_gradients_left_in_place_accumulate_over_synced_steps(view: bool) -> None:
     values = run_ranks(WORLD, accumulate_synced_steps, view)
-    assert_windows(values, big_batch_windows("mlp", 2), "two synced steps without clearing")
+    assert_steps(values, big_batch_windows("mlp", 2), "two synced steps without clearing")
