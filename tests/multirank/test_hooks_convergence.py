@@ -1,0 +1,50 @@
+"""The demo's GPT trains nearly as well with compressed gradients, and sends as few bytes as promised."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# How far above the uncompressed loss a hook may end after 80 steps, and how many times fewer bytes it sends.
+MARGIN = {"bf16": 0.03, "int8": 0.05, "topk 0.1": 0.12, "topk 0.01": 0.15}
+FEWER_BYTES = {"bf16": 2.0, "int8": 3.8, "topk 0.1": 4.9, "topk 0.01": 45.0}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    file = tmp_path_factory.mktemp("convergence") / "results.json"
+    command = [sys.executable, "benchmarks/hooks_convergence.py", "--steps", "80", "--json", str(file)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    loaded: dict[str, Any] = json.loads(file.read_text())
+    return loaded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hook", MARGIN)
+def test_loss_stays_near_the_uncompressed_one(results: dict[str, Any], hook: str) -> None:
+    plain = results["none"]
+    assert plain["held_out_loss"] < 0.75 * plain["losses"][0], "the uncompressed run itself learned nothing"
+    assert results[hook]["held_out_loss"] < (1 + MARGIN[hook]) * plain["held_out_loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hook", FEWER_BYTES)
+def test_fewer_bytes_travel(results: dict[str, Any], hook: str) -> None:
+    assert results[hook]["bytes_uncompressed"] == pytest.approx(results["none"]["bytes_on_wire"], rel=1e-3)
+    assert results[hook]["bytes_uncompressed"] >= FEWER_BYTES[hook] * results[hook]["bytes_on_wire"]
+
+
+@pytest.mark.slow
+def test_all_ranks_end_with_the_same_weights(results: dict[str, Any]) -> None:
+    assert {hook: result["ranks_equal"] for hook, result in results.items()} == dict.fromkeys(results, True)
