@@ -29,7 +29,7 @@ import lockstep
 from lockstep.observe.report import write_report
 from lockstep.observe.timeline import Timeline
 
-TEMPERATURE = 0.7  # below 1: the sample keeps to what the model is sure of
+TEMPERATURE = 0.6  # below 1: the sample keeps to what the model is sure of
 DATA = Path(__file__).parent / "data" / "tales.txt"
 
 
@@ -115,7 +115,7 @@ def join_world() -> torch.device:
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small character GPT on several ranks.")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--batch", type=int, default=12, help="sequences per rank and step")
     parser.add_argument("--context", type=int, default=64, help="characters per sequence")
     parser.add_argument("--width", type=int, default=128)
@@ -225,9 +225,10 @@ def main() -> None:
     torch.manual_seed(options.seed)
     model = GPT(len(symbols), options.context, options.width, options.layers, options.heads).to(device)
     ddp = lockstep.DistributedDataParallel(model, bucket_cap_mb=options.bucket_cap_mb)
+    ranks = f"{world} rank{'s' if world > 1 else ''}"
     num_parameters = sum(p.numel() for p in model.parameters())
     if rank == 0:
-        print(f"{num_parameters:,} parameters, {len(text):,} characters, {world} rank(s) on {device.type}")
+        print(f"{num_parameters:,} parameters, {len(text):,} characters, {ranks} on {device.type}")
 
     losses = train(ddp, data, options)
     timelines = gather_timelines(ddp.timeline)
@@ -240,7 +241,7 @@ def main() -> None:
             losses=losses.tolist(),
             timelines=timelines,
             plan_text=str(ddp.plan),
-            title=f"train_gpt: {num_parameters:,} parameters, {world} rank(s), {options.steps} steps",
+            title=f"train_gpt: {num_parameters:,} parameters, {ranks}, {options.steps} steps",
         )
         print(f"\nPlan\n{ddp.plan}")
         print(f"\nExposed communication, median per step\n{describe_exposed(timelines)}")

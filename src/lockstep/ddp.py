@@ -249,6 +249,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             finds_unused=self.find_unused_parameters,
             skips_unused_buckets=self.skip_all_reduce_unused_params,
         )
+        log = self.logger
+        self.backward.on_error = lambda error: log.set_error_and_log(f"{type(error)}: {error}")
+        self.reducer.caller = self.backward
         if self._precision is not None:
             self.backward.before_write_back = self._precision.restore
             self.backward.after_pass = self._precision.restore
@@ -367,6 +370,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self._follow_module()
             self._dist_autograd.attach_in_context()
         self._notify_join()
+        if torch.is_grad_enabled():
+            self._confirm_plan()
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self._join_config.enable:
@@ -410,17 +415,34 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     def _begin_iteration(self) -> None:
         """A new window may open: the one before must be finished, and its timings are logged."""
-        try:
-            self.backward.require_finished()
-        except errors.LockstepError as error:
-            self.logger.set_error_and_log(str(error))
-            raise
+        self.backward.require_finished()
         if self.logger.begin_iteration() and self.timeline.steps:
             self.logger.sample(self.timeline.steps[-1], self._runtime_facts())
-        if self.backward.num_synced_passes == 1 and not self._has_rebuilt_buckets:
-            self._has_rebuilt_buckets = not self.find_unused_parameters or self.static_graph
-            if self.bucket_order == "observed" and self.plan.order != "observed":
-                self._take_observed_order()
+
+    def _confirm_plan(self) -> None:
+        """Once, in the first forward after a reduction: all ranks still have the plan that rank 0 has.
+
+        With init_sync=False this is the only comparison.  Where unused parameters are searched for, ranks may reach
+        this forward in different states, so nothing is exchanged there (as in torch).
+        """
+        if self._has_rebuilt_buckets or self.backward.num_synced_passes == 0:
+            return
+        if self.find_unused_parameters and not self.static_graph:
+            return
+        self._has_rebuilt_buckets = True
+        if self.bucket_order == "observed" and self.plan.order != "observed":
+            self._take_observed_order()
+        digest = torch.tensor(list(bytes.fromhex(self.plan.digest)), dtype=torch.uint8, device=self.device)
+        expected = digest.clone()
+        dist.broadcast(expected, group=self.process_group, group_src=0)
+        if not torch.equal(digest, expected):
+            error = errors.Disagreement(
+                f"Rank {self.reducer.rank} lays its gradients out differently from rank 0 (plan {self.plan.digest}), "
+                "so the first step averaged unrelated parameters.\nLikely cause: another model or another bucket size "
+                "on this rank, with init_sync=False.\nFix: build the same module with the same options on every rank."
+            )
+            self.reducer.watch.post_failure(error)
+            raise error
 
     def _take_observed_order(self) -> None:
         """Lay buckets out in the order rank 0 saw, which it tells the others over the board."""
@@ -445,6 +467,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         slots = setup.trainable_slots(self.module, self.parameters_to_ignore)
         known = {id(p): p for p in self._module_parameters}
         for slot in slots:
+            if not isinstance(slot.parameter, nn.Parameter):
+                self._warn_functional_call(slot.name)
+                return
             if id(slot.parameter) not in known:
                 error = errors.model_changed(slot.name, "was added or replaced", rank=self.reducer.rank)
                 self.logger.set_error_and_log(str(error))
@@ -453,6 +478,13 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             logger.info("Parameters were unfrozen; the plan now covers %d of them.", len(slots))
             self._use_plan(slots)
             self._frozen = [p for p in self._module_parameters if not p.requires_grad]
+
+    def _warn_functional_call(self, name: str) -> None:
+        warnings.warn(
+            f"The module runs with a plain tensor in place of its parameter {name} (torch.func.functional_call); the "
+            "gradient of that tensor is not reduced.",
+            stacklevel=6,
+        )
 
     # ---------------------------------------------------------------- uneven inputs
 
@@ -480,11 +512,20 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     def _notify_join(self) -> None:
         work = Join.notify_join_context(self)
-        if work is not None and not self._divide_by_initial_world_size:
+        self.reducer.divisor = None
+        if self._join_config.enable and not self._divide_by_initial_world_size:
+            assert work is not None, "dividing by the active ranks needs this wrapper first in the Join context"
             (num_active,) = work.get_future().wait()
             self.reducer.divisor = float(num_active.item())
-        elif not self._join_config.enable:
-            self.reducer.divisor = None
+
+    def mirror_forward(self) -> None:
+        """As a rank without data: take part in the collectives of one forward of the others."""
+        # Zeros whatever they are divided by; but the operation must be the same as on the other ranks.
+        world = float(self.process_group.size())
+        self.reducer.divisor = None if self._divide_by_initial_world_size else world
+        self._confirm_plan()
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_module_buffers(self._find_common_rank(self._distributed_rank, False))
 
     def ask_whether_to_sync(self, *, has_joined: bool) -> bool:
         """Ranks with data tell those without whether this iteration's backward will synchronise."""
@@ -494,13 +535,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if not has_joined:
             return self.require_backward_grad_sync
         work.wait()
-        return bool(answer.item())
-
-    def sync_buffers_as_joined(self) -> None:
-        if not self._divide_by_initial_world_size:
-            self.reducer.divisor = float(self.process_group.size())  # zeros; but the same operation as the others
-        if self._check_sync_bufs_pre_fwd():
-            self._sync_module_buffers(self._find_common_rank(self._distributed_rank, False))
+        # As on the other ranks: after an iteration without synchronisation, buffers are not synchronised either.
+        self.require_forward_param_sync = bool(answer.item())
+        return self.require_forward_param_sync
 
     def sync_final_model(self, is_last_joiner: bool) -> None:
         self._authoritative_rank = self._find_common_rank(self._distributed_rank, is_last_joiner)

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from multirank.compare import Tensors, assert_close, assert_identical, gradients_of, state_of
-from multirank.harness import run_ranks, torch_fails
+from multirank.harness import expect_errors, run_ranks, torch_fails
 from multirank.models import CASES, Case, regression_batch, squared_error
 from multirank.steps import (
     DTYPE,
@@ -229,11 +229,14 @@ def train_checkpointed(twice: bool, use_reentrant: bool, options: dict[str, Any]
     ],
     ids=["plain", "find_unused", "static", "reentrant", "reentrant_static", "reentrant_static_views"],
 )
-def test_activation_checkpointing(
-    twice: bool, use_reentrant: bool, options: dict[str, Any], request: pytest.FixtureRequest
-) -> None:
+def test_activation_checkpointing(twice: bool, use_reentrant: bool, options: dict[str, Any]) -> None:
     if twice and use_reentrant and not options:
-        request.applymarker(torch_fails("a parameter in two reentrant checkpoints is marked ready twice"))
+        errors = expect_errors(WORLD, range(WORLD), train_checkpointed, twice, use_reentrant, options)
+        for error in errors.values():
+            # Its gradient comes in two nested passes; without a static graph nobody can know which is the last.
+            assert "blocks.0." in error.text
+            assert "static_graph" in error.text
+        return
     values = run_ranks(WORLD, train_checkpointed, twice, use_reentrant, options)
     expected = reference_steps(checkpointed(twice, use_reentrant), CHECKPOINTED, WORLD)
     assert_steps(values, expected, "activation checkpointing")

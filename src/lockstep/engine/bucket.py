@@ -63,9 +63,11 @@ class LiveBucket:
     """A bucket of the plan with its slots, its flat buffer while it travels, and its countdown."""
 
     __slots__ = (
+        "collect_name",
         "flat",
         "flight",
         "gradients",
+        "launch_name",
         "launched_ns",
         "num_pending",
         "persistent",
@@ -82,6 +84,9 @@ class LiveBucket:
         for slot, offset in zip(slots, spec.offsets, strict=True):
             slot.bucket = self
             slot.offset = offset
+        # The same words in traces as in the code and the reports.
+        self.launch_name = f"lockstep::launch bucket {spec.index}"
+        self.collect_name = f"lockstep::collect bucket {spec.index}"
         self.num_pending = len(self.slots)
         self.flat: Tensor | None = None
         self.persistent: Tensor | None = None

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from lockstep import errors, torch_private
 from lockstep.engine.bucket import LiveBucket, Slot
@@ -60,6 +61,7 @@ class EagerBackward:
         self.after_bucket: Callable[[LiveBucket], None] | None = None
         self.before_write_back: Callable[[], None] | None = None
         self.after_pass: Callable[[], None] | None = None
+        self.on_error: Callable[[Exception], None] | None = None
         self.used_map: Tensor | None = None
         self.unused_changed = False
         self._wants_sync = wants_sync
@@ -101,7 +103,8 @@ class EagerBackward:
         outputs = [t for t in find_tensors(output) if t.requires_grad]
         if self.finds_unused and not self.static_graph and outputs:
             # Several forwards may come before one backward: the parameters of all of them count as used.
-            reached = parameters_reached_from(outputs)
+            with record_function("search_unused_parameters"):
+                reached = parameters_reached_from(outputs)
             self._used_in_forward = (self._used_in_forward or set()) | reached
         for tensor in outputs:
             tensor.register_hook(self._on_output_gradient)
@@ -319,15 +322,14 @@ class EagerBackward:
         """Raise if the last backward that synchronises left the window incomplete."""
         missing = self.window.missing
         if self.window.is_open and missing:
-            error = errors.unfinished_reduction(
-                [slot.place for slot in missing],
-                rank=self.reducer.rank,
-                num_parameters=len(self.reducer.slots),
-                finds_unused=self.finds_unused,
-                static_graph=self.static_graph,
-            )
-            self.reducer.watch.post_failure(error)
-            raise error
+            with self._peers_told():
+                raise errors.unfinished_reduction(
+                    [slot.place for slot in missing],
+                    rank=self.reducer.rank,
+                    num_parameters=len(self.reducer.slots),
+                    finds_unused=self.finds_unused,
+                    static_graph=self.static_graph,
+                )
         if not torch_private.in_backward():
             self._reset_pass()  # a backward that raised has left its marks
 
@@ -346,18 +348,21 @@ class EagerBackward:
         self._post_backward_futures.extend(futures)
 
     def _peers_told(self) -> _PeersTold:
-        return _PeersTold(self.reducer)
+        return _PeersTold(self)
 
 
 class _PeersTold:
-    """An error inside is left on the board for peers, before it goes up to the user."""
+    """An error inside is left on the board for peers, and logged, before it goes up to the user."""
 
-    def __init__(self, reducer: Reducer) -> None:
-        self._reducer = reducer
+    def __init__(self, backward: EagerBackward) -> None:
+        self._backward = backward
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, errors.PeerFailed):
-            self._reducer.watch.post_failure(error)
+        if isinstance(error, Exception):
+            if not isinstance(error, errors.PeerFailed):
+                self._backward.reducer.watch.post_failure(error)
+            if self._backward.on_error is not None:
+                self._backward.on_error(error)

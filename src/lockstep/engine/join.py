@@ -23,7 +23,7 @@ class Joining(Protocol):
     reducer: Reducer
     backward: EagerBackward
 
-    def sync_buffers_as_joined(self) -> None: ...
+    def mirror_forward(self) -> None: ...
 
     def ask_whether_to_sync(self, *, has_joined: bool) -> bool: ...
 
@@ -36,12 +36,13 @@ class MirrorHook(JoinHook):
     def __init__(self, ddp: Any, divide_by_initial_world_size: bool) -> None:
         self._ddp: Joining = ddp
         ddp._divide_by_initial_world_size = divide_by_initial_world_size
+        ddp.logger.values["join_uneven_inputs"] = 1
         super().__init__()
 
     def main_hook(self) -> None:
         """Mirror one iteration of the ranks that still have data."""
         ddp = self._ddp
-        ddp.sync_buffers_as_joined()
+        ddp.mirror_forward()
         if not ddp.ask_whether_to_sync(has_joined=True):
             return
         mirror_buckets(ddp.reducer)
@@ -54,6 +55,7 @@ class MirrorHook(JoinHook):
                 "the exchange of used parameters (joined)",
             )
             backward.graph_is_learned = backward.static_graph
+        backward.num_synced_passes += 1
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All ranks have joined: everyone takes the model of one that trained to the end."""

@@ -26,12 +26,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from lockstep import torch_private
 from lockstep.agree.watch import Watch
 from lockstep.engine.bucket import LiveBucket, Slot, flatten_gradient, is_dense, local_tensor
 from lockstep.engine.flight import Flight, HookFlight, NoFlight, WorkFlight, gather_sparse_sum
 from lockstep.engine.grad_bucket import GradBucket
+from lockstep.engine.reducer_torch_names import ReducerTorchNames
 from lockstep.observe.timeline import Timeline, now
 from lockstep.plan import Plan
 
@@ -46,7 +48,7 @@ class GradOwnership(Enum):
     OWN = "own"
 
 
-class Reducer:
+class Reducer(ReducerTorchNames):
     """Packs, sends, receives and hands back the gradients of one wrapped model."""
 
     def __init__(
@@ -114,7 +116,7 @@ class Reducer:
         """Pack ``gradients`` (one per slot, None for none) into a flat buffer and start its collective."""
         start = now()
         bucket.gradients = list(gradients)
-        with torch.no_grad():
+        with torch.no_grad(), record_function(bucket.launch_name):
             flat = self._pack_sparse(bucket) if bucket.spec.sparse else self._pack(bucket)
             bucket.flat = flat
             packed = now()
@@ -207,7 +209,7 @@ class Reducer:
                 f"{bucket.index} ({', '.join(bucket.spec.names[:5])}{', ...' if len(bucket.slots) > 5 else ''})."
             )
             raise
-        if not isinstance(future, torch.futures.Future):
+        if not (callable(getattr(future, "wait", None)) and callable(getattr(future, "then", None))):
             raise TypeError(
                 f"The communication hook {self.comm_hook_name} returned {type(future).__name__}; it must return a "
                 "torch.futures.Future that holds the reduced buffer. A hook that communicates nothing returns a "
@@ -263,7 +265,8 @@ class Reducer:
         """Wait for the bucket's collective; the reduced gradients are in the flat buffer that is returned."""
         assert bucket.flight is not None and bucket.flat is not None, "collect() needs a launched bucket"
         start = now()
-        result = bucket.flight.land(self.watch, self.moment(bucket))
+        with record_function(bucket.collect_name):
+            result = bucket.flight.land(self.watch, self.moment(bucket))
         end = now()
         self.timeline.record("wait", start, end, bucket.index)
         self.timeline.record("reduce", bucket.launched_ns, end, bucket.index)

@@ -26,7 +26,7 @@ MEANING = {
     "backward": "backward",
     "pack": "pack gradients into a bucket",
     "reduce": "reduce a bucket across ranks",
-    "wait": "wait for the link (exposed communication)",
+    "wait": "wait for a bucket (exposed communication)",
 }
 
 STYLE = """
@@ -87,8 +87,8 @@ def write_report(
         _timeline_section(timelines),
         _section(
             "Exposed communication",
-            "Medians over the recorded steps. Exposed is the time a rank stood still for the link; the"
-            " rest of the communication ran beside the backward pass.",
+            "Medians over the recorded steps. Exposed is the time a rank stood still for a bucket, be it for"
+            " the link or for a slower rank; the rest of the communication ran beside the backward pass.",
             _exposed_table(timelines),
         ),
         _section(
@@ -225,8 +225,9 @@ def _loss_drawing(losses: Sequence[float]) -> str:
     ]
     if len(points) > 2 * NUM_SMOOTHED:
         values = [loss for _, loss in points]
-        reach = NUM_SMOOTHED // 2
-        windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
+        # Near the ends the window shrinks on both sides, so that the line does not lag behind the steps.
+        reaches = [min(i, len(values) - 1 - i, NUM_SMOOTHED // 2) for i in range(len(values))]
+        windows = [values[i - reach : i + reach + 1] for i, reach in enumerate(reaches)]
         smooth = [(step, sum(w) / len(w)) for (step, _), w in zip(points, windows, strict=True)]
         parts += [polyline("raw", points), polyline("smooth", smooth)]
         legend = f"pale: each step; strong: mean of the {NUM_SMOOTHED} steps around it"
