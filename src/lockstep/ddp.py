@@ -26,6 +26,7 @@ from lockstep.agree.model import agree_on_model
 from lockstep.agree.watch import Watch
 from lockstep.ddp_torch_names import TorchNames
 from lockstep.engine import step_guard
+from lockstep.engine.bucket import Slot
 from lockstep.engine.delayed import DelayedReduction
 from lockstep.engine.dist_autograd import DistAutogradBridge
 from lockstep.engine.eager import EagerBackward
@@ -57,8 +58,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         plan: a :class:`lockstep.Plan` (or its JSON) to use instead of a new one.  A resumed run that passes the plan it
             was saved with keeps the layout, and so the bits, of the run before.
         bucket_order: ``"declared"`` (default) fills buckets in the reverse of declaration order, fixed before the first
-            backward; ``"observed"`` takes the order in which rank 0 saw gradients become ready in the first step, agreed
-            and recorded in ``plan.order``.
+            backward; ``"observed"`` takes the order in which rank 0 saw gradients become ready in the first step,
+            agreed and recorded in ``plan.order``.
     """
 
     # Compilers ask the class which wrapper is running.
@@ -192,7 +193,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     def _wrap_up(
         self,
-        slots: list[setup.Slot],
+        slots: list[Slot],
         plan: Plan,
         options: dict[str, Any] | None,
         init_sync_buffers: bool,
@@ -220,12 +221,10 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             )
         self._build_engine(slots, plan)
 
-    def _build_engine(self, slots: list[setup.Slot], plan: Plan) -> None:
+    def _build_engine(self, slots: list[Slot], plan: Plan) -> None:
         rank = self.process_group.rank()
         self._precision = (
-            MixedPrecisionParameters(self.mixed_precision, self.module)
-            if self.mixed_precision is not None
-            else None
+            MixedPrecisionParameters(self.mixed_precision, self.module) if self.mixed_precision is not None else None
         )
         self.timeline = Timeline(rank)
         self.reducer = Reducer(
@@ -268,13 +267,11 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         step_guard.watch(self.backward)
         self._log_construction()
 
-    def _delay(
-        self, delayed: list[tuple[str, nn.Parameter]], trigger: nn.Parameter | None, init_sync: bool
-    ) -> None:
+    def _delay(self, delayed: list[tuple[str, nn.Parameter]], trigger: nn.Parameter | None, init_sync: bool) -> None:
         """Give the delayed parameters a reducer of their own, which the trigger fires."""
         assert trigger is not None
         owners = {id(p): type(m).__name__ for m in self.module.modules() for p in m.parameters(recurse=False)}
-        slots = [setup.Slot(n, p, owners.get(id(p), ""), i) for i, (n, p) in enumerate(delayed)]
+        slots = [Slot(n, p, owners.get(id(p), ""), i) for i, (n, p) in enumerate(delayed)]
         plan = setup.choose_plan(setup.specs_of(slots, set()), self._caps, None)
         if init_sync:
             broadcast_tensors([p for _, p in delayed], self.process_group, 0, self.broadcast_bucket_size)
@@ -316,7 +313,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         """What travels together: print it, or save ``plan.to_json()`` with a checkpoint."""
         return self.reducer.plan
 
-    def _use_plan(self, slots: list[setup.Slot], ready_order: list[str] | None = None) -> None:
+    def _use_plan(self, slots: list[Slot], ready_order: list[str] | None = None) -> None:
         specs = setup.specs_of(slots, setup.sparse_parameter_names(self.module))
         plan = setup.choose_plan(specs, self._caps, None, ready_order)
         self.reducer.use_plan(plan, slots)
@@ -496,7 +493,10 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
     ) -> Join:
         """Train with uneven inputs: ranks that run out of data mirror the others' collectives until all are done."""
         return Join(
-            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
         )
 
     def join_hook(self, **kwargs: Any) -> MirrorHook:

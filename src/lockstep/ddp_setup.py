@@ -161,7 +161,10 @@ def specs_of(slots: Iterable[Slot], sparse_names: set[str]) -> list[ParameterSpe
 
 
 def choose_plan(
-    specs: list[ParameterSpec], caps: BucketCaps, given: Plan | str | None, ready_order: list[str] | None = None
+    specs: list[ParameterSpec],
+    caps: BucketCaps,
+    given: Plan | str | None,
+    ready_order: list[str] | None = None,
 ) -> Plan:
     """The plan given by the user (a resumed run keeps its layout), or a new one."""
     if given is None:
@@ -202,7 +205,4 @@ def describe(
 def _describe(name: str, tensor: torch.Tensor) -> TensorDescription:
     local = local_tensor(tensor)
     dtype = str(local.dtype).removeprefix("torch.")
-    return TensorDescription(
-        name, tuple(local.shape), dtype, tuple(local.stride()), bool(tensor.requires_grad)
-    )
-
+    return TensorDescription(name, tuple(local.shape), dtype, tuple(local.stride()), bool(tensor.requires_grad))

@@ -168,9 +168,7 @@ class TorchNames:
             authoritative_rank,
         )
 
-    def _distributed_broadcast_coalesced(
-        self, tensors: Any, buffer_size: int, authoritative_rank: int = 0
-    ) -> None:
+    def _distributed_broadcast_coalesced(self, tensors: Any, buffer_size: int, authoritative_rank: int = 0) -> None:
         broadcast_tensors(tensors, self.process_group, authoritative_rank, buffer_size)  # type: ignore[attr-defined]
 
     def _find_common_rank(self, input_rank: int, rank_cond: bool) -> int:
@@ -194,16 +192,12 @@ class TorchNames:
                 TypeError, f"A communication hook takes (state, bucket); {hook!r} takes {tuple(names)}."
             )
         bucket = signature.parameters.get("bucket", signature.parameters[names[1]])
-        if bucket.annotation not in (inspect.Parameter.empty, dist.GradBucket) and not isinstance(
+        if bucket.annotation not in (inspect.Parameter.empty, torch_private.GradBucket) and not isinstance(
             bucket.annotation, str
         ):
-            self._log_and_throw(
-                ValueError, "Communication hook: bucket annotation should be dist.GradBucket."
-            )
+            self._log_and_throw(ValueError, "Communication hook: bucket annotation should be dist.GradBucket.")
         returns = signature.return_annotation
-        if returns not in (inspect.Signature.empty, torch.futures.Future[Tensor]) and not isinstance(
-            returns, str
-        ):
+        if returns not in (inspect.Signature.empty, torch.futures.Future[Tensor]) and not isinstance(returns, str):
             self._log_and_throw(
                 ValueError,
                 "Communication hook: return annotation should be torch.futures.Future[torch.Tensor].",
@@ -212,17 +206,15 @@ class TorchNames:
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         ddp: Any = self
         builtin: dict[Any, Any] = {
-            dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
-            dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+            torch_private.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+            torch_private.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
         }
         if comm_hook_type not in builtin:
             raise ValueError(f"Unknown built-in hook {comm_hook_type!r}; known: {[str(k) for k in builtin]}.")
         ddp.reducer.set_comm_hook(ddp.process_group, builtin[comm_hook_type], str(comm_hook_type))
         ddp.logger.values["comm_hook"] = str(comm_hook_type)
 
-    def _register_fused_optim(
-        self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any
-    ) -> None:
+    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
         """Step ``optim`` for each bucket as soon as it is reduced."""
         overlapped = torch_private.as_overlapped_optimizer(optim, optim_params, *args, **kwargs)
         try:
@@ -287,9 +279,7 @@ class TorchNames:
                 " ".join(str(by_name[name]) for name in bucket.names) for bucket in reducer.plan
             ),
             "num_buckets_reduced": reducer.num_buckets_reduced,
-            "unused_parameter_size": sum(
-                slot.num_elements * slot.parameter.element_size() for slot in unused
-            ),
+            "unused_parameter_size": sum(slot.num_elements * slot.parameter.element_size() for slot in unused),
             "prev_iteration_grad_ready_order_indices": ", ".join(
                 str(slot.position) for slot in backward.window.ready_order
             ),
@@ -363,7 +353,8 @@ class TorchNames:
         for slot in setup.trainable_slots(ddp.module, ddp.parameters_to_ignore):
             if id(slot.parameter) not in positions:
                 self._log_and_throw(
-                    ValueError, f"Param with name {slot.name} is trained by the module but not in the given list."
+                    ValueError,
+                    f"Param with name {slot.name} is trained by the module but not in the given list.",
                 )
             names[positions[id(slot.parameter)]] = slot.name
         if len(names) != len(parameters):

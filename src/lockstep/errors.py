@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 __all__ = [
+    "BadHookResult",
     "Disagreement",
     "GraphChanged",
     "LockstepError",
@@ -64,6 +65,10 @@ class GraphChanged(LockstepError):
 
 class UnreducedGradients(LockstepError):
     """An optimizer was about to step on gradients that were not reduced."""
+
+
+class BadHookResult(LockstepError, TypeError):
+    """A communication hook returned something that cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -227,6 +232,14 @@ def graph_changed(place: ParameterPlace, *, rank: int, expected: int) -> GraphCh
         f"Your training graph has changed in this iteration, which static_graph=True promised it would not. On rank "
         f"{rank} the parameter {place} {seen} and received another gradient now.\n"
         "Fix: build the wrapper with find_unused_parameters=True instead of static_graph=True."
+    )
+
+
+def bad_hook_result(hook_name: str, got: str) -> BadHookResult:
+    return BadHookResult(
+        f"The communication hook {hook_name} cannot be used: callback must return a torch.futures.Future object, but "
+        f"got {got}. The future holds the reduced buffer; a hook that communicates nothing returns a future whose "
+        "set_result(bucket.buffer()) was called."
     )
 
 

@@ -20,6 +20,8 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecisi
 __all__ = [
     "GLOO_AVERAGES",
     "BufferCommHookLocation",
+    "BuiltinCommHookType",
+    "GradBucket",
     "MixedPrecision",
     "as_overlapped_optimizer",
     "backend_name",
@@ -43,6 +45,11 @@ __all__ = [
 # The location enum and the precision dataclass are what users pass in; they must be torch's own objects.
 BufferCommHookLocation = _BufferCommHookLocation
 MixedPrecision = _MixedPrecision
+
+# Public in use, but not exported as far as type checkers see: the bucket class hooks are annotated with, and the
+# built-in hooks' names.
+GradBucket: Any = dist.GradBucket  # type: ignore[attr-defined]
+BuiltinCommHookType: Any = dist.BuiltinCommHookType  # type: ignore[attr-defined]
 
 # The default group and its store: torch has no public way to ask for either.
 default_group: Callable[[], Any] = _get_default_group
@@ -99,7 +106,7 @@ def gradient_accumulator(parameter: torch.Tensor) -> Any:
 
 def preserve_version_counter(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
     """Buffers are overwritten between forward and backward; autograd must not take that for a user's edit."""
-    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))  # type: ignore[attr-defined]
 
 
 def current_dist_autograd_context() -> int | None:
@@ -109,7 +116,7 @@ def current_dist_autograd_context() -> int | None:
     """
     if not (dist.is_available() and dist.rpc.is_available() and torch._C._distributed_rpc._is_current_rpc_agent_set()):
         return None
-    from torch.distributed.autograd import _current_context
+    from torch.distributed.autograd import _current_context  # type: ignore[attr-defined]
 
     try:
         return int(_current_context()._context_id())
@@ -119,7 +126,9 @@ def current_dist_autograd_context() -> int | None:
 
 def as_overlapped_optimizer(optimizer: type, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     """The fused-optimizer wrapper behind ``_register_fused_optim``."""
-    from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
+    from torch.distributed.algorithms._optimizer_overlap import (  # type: ignore[attr-defined]
+        _as_overlapped_optim,
+    )
 
     return _as_overlapped_optim(optimizer, parameters, *args, **kwargs)
 

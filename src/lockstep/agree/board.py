@@ -56,9 +56,7 @@ class Board:
         assert value is not None
         return value
 
-    def wait_for(
-        self, keys: Iterable[str], deadline: float, on_slice: Callable[[], None] | None = None
-    ) -> list[str]:
+    def wait_for(self, keys: Iterable[str], deadline: float, on_slice: Callable[[], None] | None = None) -> list[str]:
         """Wait until all ``keys`` are posted or ``deadline`` (monotonic seconds); returns the missing ones.
 
         Waits in slices of at most a second, so that Ctrl-C works; ``on_slice`` is called after each.

@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from time import monotonic
 
 from lockstep.agree.board import Board
-from lockstep.errors import Disagreement, PeerLate, bullet_list, rank_table
+from lockstep.errors import Disagreement, PeerLate, rank_table
 
 logger = logging.getLogger("lockstep")
 
@@ -56,9 +56,7 @@ class ModelDescription:
         data = json.loads(text)
         for key in ("parameters", "buffers"):
             data[key] = tuple(
-                TensorDescription(
-                    t["name"], tuple(t["shape"]), t["dtype"], tuple(t["stride"]), t["requires_grad"]
-                )
+                TensorDescription(t["name"], tuple(t["shape"]), t["dtype"], tuple(t["stride"]), t["requires_grad"])
                 for t in data[key]
             )
         return cls(**data)
@@ -112,7 +110,7 @@ def _late(board: Board) -> PeerLate:
     )
 
 
-def _slow_arrival_warning(board: Board):  # type: ignore[no-untyped-def]
+def _slow_arrival_warning(board: Board) -> Callable[[], None]:
     next_warning = monotonic() + _WARN_EVERY_SECONDS
 
     def on_slice() -> None:
@@ -120,7 +118,9 @@ def _slow_arrival_warning(board: Board):  # type: ignore[no-untyped-def]
         if monotonic() >= next_warning:
             next_warning = monotonic() + _WARN_EVERY_SECONDS
             logger.warning(
-                "Rank %d is waiting for rank(s) %s to wrap their model.", board.rank, _absent_ranks(board) or [0]
+                "Rank %d is waiting for rank(s) %s to wrap their model.",
+                board.rank,
+                _absent_ranks(board) or [0],
             )
 
     return on_slice
@@ -194,11 +194,8 @@ def _differ(values: Mapping[int, str]) -> bool:
     return len(set(values.values())) > 1
 
 
-def _first_seen_order(lists: Sequence[Sequence[str]] | object) -> list[str]:
+def _first_seen_order(lists: Iterable[Sequence[str]]) -> list[str]:
     seen: dict[str, None] = {}
-    for names in lists:  # type: ignore[attr-defined]
+    for names in lists:
         seen.update(dict.fromkeys(names))
     return list(seen)
-
-
-__all__ = ["ModelDescription", "TensorDescription", "agree_on_model", "bullet_list", "describe_differences"]

@@ -143,9 +143,7 @@ def _gloo_state() -> dict[str, Any]:
     if dist.is_initialized():
         return {"usable": True, "why": "built into this torch"}
     try:
-        dist.init_process_group(
-            "gloo", store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=10)
-        )
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=10))
         dist.all_reduce(torch.ones(1))
         dist.destroy_process_group()
     except Exception as error:

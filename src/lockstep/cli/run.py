@@ -100,9 +100,7 @@ def prepare(words: Sequence[str]) -> argparse.Namespace:
     args = build_parser().parse_args(list(words))
     args.program = args.training_script
     if not args.module and not args.no_python and not os.path.exists(args.training_script):
-        raise BadUse(
-            f"no such script: {args.training_script!r}; give the path of a Python file, or -m and a module"
-        )
+        raise BadUse(f"no such script: {args.training_script!r}; give the path of a Python file, or -m and a module")
     if args.module and not _module_exists(args.training_script):
         raise BadUse(f"no module named {args.training_script!r} can be found from {os.getcwd()!r}")
     args.nproc_per_node = str(_num_local_ranks(args.nproc_per_node))

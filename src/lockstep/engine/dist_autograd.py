@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
+import torch.distributed.autograd as dist_autograd
 
 from lockstep import torch_private
 from lockstep.engine.bucket import Slot
@@ -38,6 +38,6 @@ class DistAutogradBridge:
         """The backward may run in another thread than the forward, so the forward's context is remembered."""
         if self._context is None:
             return
-        gradients = torch.distributed.autograd.get_gradients(self._context)
+        gradients = dist_autograd.get_gradients(self._context)  # type: ignore[attr-defined]
         if slot.parameter in gradients:
             self._backward.on_context_gradient(slot, gradients)

@@ -70,7 +70,9 @@ class EagerBackward:
         self._used_in_forward: set[int] | None = None
         self._lock = threading.RLock()
         self._handles: list[Any] = []
-        self._reset_pass()
+        self._pass_running = self._callback_queued = self._outermost_seen = self._syncs = self._fired = False
+        self._pass_start = 0
+        self._context_gradients: Mapping[Tensor, Tensor] | None = None
         self.window = self._new_window()
         self.attach()
 
@@ -142,13 +144,9 @@ class EagerBackward:
     # ---------------------------------------------------------------- the pass
 
     def _reset_pass(self) -> None:
-        self._pass_running = False
-        self._callback_queued = False
-        self._outermost_seen = False
-        self._syncs = False
-        self._fired = False
+        self._pass_running = self._callback_queued = self._outermost_seen = self._syncs = self._fired = False
         self._pass_start = 0
-        self._context_gradients: Mapping[Tensor, Tensor] | None = None
+        self._context_gradients = None
 
     def _begin_pass(self) -> None:
         if self._pass_running:
@@ -187,9 +185,7 @@ class EagerBackward:
                 if slot.num_fires < expected:
                     return
             if slot.ready:
-                raise errors.ready_twice(
-                    slot.place, rank=self.reducer.rank, was_found_unused=slot.found_unused
-                )
+                raise errors.ready_twice(slot.place, rank=self.reducer.rank, was_found_unused=slot.found_unused)
             self.window.mark_ready(slot)
 
     def _launch(self, bucket: LiveBucket) -> None:

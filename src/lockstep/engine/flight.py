@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.agree.watch import Watch
+from lockstep.errors import BadHookResult
 
 
 class Flight(Protocol):
@@ -53,7 +54,7 @@ class HookFlight:
         if isinstance(value, (list, tuple)) and len(value) == 1:
             value = value[0]
         if not isinstance(value, Tensor):
-            raise TypeError(
+            raise BadHookResult(
                 f"The communication hook {self._hook_name} returned a future that holds {type(value).__name__}; it "
                 "must hold one tensor, the reduced buffer."
             )

@@ -53,7 +53,7 @@ def sync_module_states(
     chunk_bytes: int,
 ) -> None:
     """Give every rank the parameters (and buffers) of group rank ``source``."""
-    tensors = [p for name, p in module.named_parameters() if name not in ignored]
+    tensors: list[Tensor] = [p for name, p in module.named_parameters() if name not in ignored]
     if with_buffers:
         tensors += [b for name, b in module.named_buffers() if name not in ignored]
     broadcast_tensors(tensors, process_group, source, chunk_bytes)

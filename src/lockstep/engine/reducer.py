@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from lockstep import torch_private
+from lockstep import errors, torch_private
 from lockstep.agree.watch import Watch
 from lockstep.engine.bucket import LiveBucket, Slot, flatten_gradient, is_dense, local_tensor
 from lockstep.engine.flight import Flight, HookFlight, NoFlight, WorkFlight, gather_sparse_sum
@@ -210,11 +210,7 @@ class Reducer(ReducerTorchNames):
             )
             raise
         if not (callable(getattr(future, "wait", None)) and callable(getattr(future, "then", None))):
-            raise TypeError(
-                f"The communication hook {self.comm_hook_name} returned {type(future).__name__}; it must return a "
-                "torch.futures.Future that holds the reduced buffer. A hook that communicates nothing returns a "
-                "future whose set_result(bucket.buffer()) was called."
-            )
+            raise errors.bad_hook_result(self.comm_hook_name, type(future).__name__)
         return HookFlight(future, self.comm_hook_name)
 
     def _start_sparse(self, bucket: LiveBucket, flat: Tensor) -> Flight:
@@ -263,7 +259,8 @@ class Reducer(ReducerTorchNames):
 
     def collect(self, bucket: LiveBucket) -> Tensor:
         """Wait for the bucket's collective; the reduced gradients are in the flat buffer that is returned."""
-        assert bucket.flight is not None and bucket.flat is not None, "collect() needs a launched bucket"
+        assert bucket.flight is not None, "collect() needs a launched bucket"
+        assert bucket.flat is not None
         start = now()
         with record_function(bucket.collect_name):
             result = bucket.flight.land(self.watch, self.moment(bucket))
@@ -282,7 +279,7 @@ class Reducer(ReducerTorchNames):
             bucket.flat = result
             return
         if result.numel() != flat.numel():
-            raise ValueError(
+            raise errors.BadHookResult(
                 f"The communication hook {self.comm_hook_name} returned {result.numel()} elements for bucket "
                 f"{bucket.index}, which holds {flat.numel()}. It must return as many as it was given."
             )
@@ -304,6 +301,11 @@ class Reducer(ReducerTorchNames):
     def _can_alias(self, slot: Slot, gradient: Tensor, flat: Tensor) -> bool:
         # A gradient that is itself part of a graph (create_graph=True) must stay the tensor that graph made.
         return not (gradient.requires_grad or slot.is_dtensor) and gradient.dtype == flat.dtype
+
+    @staticmethod
+    def _changes_dtype(slot: Slot, gradient: Tensor) -> bool:
+        """Native mixed precision: the gradient came in a lower dtype than the parameter has outside the backward."""
+        return gradient.dtype != slot.parameter.dtype
 
     def write_back(
         self, bucket: LiveBucket, is_used: Callable[[Slot], bool] | None = None, *, in_place: bool = False
@@ -327,9 +329,7 @@ class Reducer(ReducerTorchNames):
                 if in_place and (gradient is None or gradient.is_sparse):
                     if gradient is not None:
                         gradient.copy_(view)
-                elif gradient is None or gradient.is_sparse or view.is_sparse:
-                    self._set_new_gradient(slot, view)
-                elif gradient.dtype != slot.parameter.dtype:  # native mixed precision
+                elif gradient is None or gradient.is_sparse or view.is_sparse or self._changes_dtype(slot, gradient):
                     self._set_new_gradient(slot, view)
                 elif self.ownership is not GradOwnership.OWN and self._can_alias(slot, gradient, flat):
                     if gradient.data_ptr() != view.data_ptr():

@@ -49,7 +49,9 @@ def _stop_unfinished(backward: EagerBackward, optimizer: torch.optim.Optimizer) 
     if not any(id(slot.parameter) in stepped and slot.parameter.grad is not None for slot in slots):
         return
     error = errors.optimizer_before_reduction(
-        [slot.place for slot in backward.window.missing], rank=backward.reducer.rank, num_parameters=len(slots)
+        [slot.place for slot in backward.window.missing],
+        rank=backward.reducer.rank,
+        num_parameters=len(slots),
     )
     backward.reducer.watch.post_failure(error)
     raise error

@@ -217,9 +217,7 @@ def _reduce_by_gather(state: Int8State, bucket: Bucket, layout: ShardLayout) -> 
     residual = state.residual_of(bucket, lambda: {"own": _zeros(buffer, layout.num_elements)})
     packed, left_out = quantise(_compensated(buffer, residual["own"], layout), layout.chunk)
     packed = packed.view(-1)
-    state.wire.add(
-        all_gather_bytes(packed.numel(), num_ranks), all_reduce_bytes(payload_bytes(buffer), num_ranks)
-    )
+    state.wire.add(all_gather_bytes(packed.numel(), num_ranks), all_reduce_bytes(payload_bytes(buffer), num_ranks))
     gathered = torch.empty(num_ranks * packed.numel(), dtype=torch.uint8, device=buffer.device)
 
     def combine(_: Future[list[torch.Tensor]]) -> torch.Tensor:

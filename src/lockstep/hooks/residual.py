@@ -38,9 +38,7 @@ class ErrorFeedbackState(CompressionState):
         self.residuals: dict[int, Residual] = {}
         self.num_residual_resets = 0
 
-    def residual_of(
-        self, bucket: Bucket, make: Callable[[], dict[str, torch.Tensor]]
-    ) -> dict[str, torch.Tensor]:
+    def residual_of(self, bucket: Bucket, make: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """The tensors kept for this bucket, made by ``make`` when the bucket is new or has changed."""
         parameters = bucket.parameters()
         kept = self.residuals.get(bucket.index())
@@ -73,9 +71,7 @@ class ErrorFeedbackState(CompressionState):
     @property
     def residual_bytes(self) -> int:
         """Memory this rank holds for residuals."""
-        return sum(
-            t.numel() * t.element_size() for kept in self.residuals.values() for t in kept.tensors.values()
-        )
+        return sum(t.numel() * t.element_size() for kept in self.residuals.values() for t in kept.tensors.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Counters and residuals of this rank; every rank saves its own, for they differ between ranks."""

@@ -67,10 +67,7 @@ def bucket_needs_no_compression(state: CompressionState, buffer: torch.Tensor) -
             "complex. Leave parameters of this dtype out of data parallel (requires_grad=False)."
         )
     return (
-        state.num_ranks == 1
-        or buffer.numel() == 0
-        or buffer.layout != torch.strided
-        or not buffer.is_floating_point()
+        state.num_ranks == 1 or buffer.numel() == 0 or buffer.layout != torch.strided or not buffer.is_floating_point()
     )
 
 

@@ -48,15 +48,11 @@ def topk_hook(state: TopKState, bucket: dist.GradBucket) -> Future[torch.Tensor]
     if bucket_needs_no_compression(state, buffer):
         return average_exactly(state, buffer)
     if buffer.numel() > torch.iinfo(torch.int32).max:
-        raise ValueError(
-            f"a bucket of {buffer.numel()} elements is too long for int32 positions; lower bucket_cap_mb"
-        )
+        raise ValueError(f"a bucket of {buffer.numel()} elements is too long for int32 positions; lower bucket_cap_mb")
 
     num_ranks = state.num_ranks
     work_dtype = torch.float64 if buffer.dtype == torch.float64 else torch.float32
-    residual = state.residual_of(bucket, lambda: {"left_out": torch.zeros_like(buffer, dtype=work_dtype)})[
-        "left_out"
-    ]
+    residual = state.residual_of(bucket, lambda: {"left_out": torch.zeros_like(buffer, dtype=work_dtype)})["left_out"]
 
     compensated = residual + buffer
     num_kept = max(1, math.ceil(state.ratio * buffer.numel()))
@@ -68,9 +64,7 @@ def topk_hook(state: TopKState, bucket: dist.GradBucket) -> Future[torch.Tensor]
     left_out = compensated.index_copy_(0, positions, chosen - values.to(work_dtype))
 
     row = _pack(values, positions)
-    state.wire.add(
-        all_gather_bytes(row.numel(), num_ranks), all_reduce_bytes(payload_bytes(buffer), num_ranks)
-    )
+    state.wire.add(all_gather_bytes(row.numel(), num_ranks), all_reduce_bytes(payload_bytes(buffer), num_ranks))
     rows = torch.empty(num_ranks * row.numel(), dtype=torch.uint8, device=buffer.device)
 
     def combine(_: Future[list[torch.Tensor]]) -> torch.Tensor:

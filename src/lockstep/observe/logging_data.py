@@ -72,7 +72,9 @@ class LoggingData:
         if any(bound is None for bound in bounds.values()):
             return
         forward, backward, reduce = bounds["forward"], bounds["backward"], bounds["reduce"]
-        assert forward is not None and backward is not None and reduce is not None
+        assert forward is not None
+        assert backward is not None
+        assert reduce is not None
         overlap = max(0, min(backward[1], reduce[1]) - max(backward[0], reduce[0]))
         # Compute of the forward lasts until the backward begins: the loss belongs to it.
         times = {

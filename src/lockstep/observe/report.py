@@ -91,9 +91,7 @@ def write_report(
             " the link or for a slower rank; the rest of the communication ran beside the backward pass.",
             _exposed_table(timelines),
         ),
-        _section(
-            "Plan", "Which parameters travel together, and in which order.", f"<pre>{escape(plan_text)}</pre>"
-        ),
+        _section("Plan", "Which parameters travel together, and in which order.", f"<pre>{escape(plan_text)}</pre>"),
     ]
     page = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -318,9 +316,7 @@ def _tiles(losses: Sequence[float], timelines: Sequence[Timeline]) -> str:
         exposed = max(_median_ms(timeline, "wait") for timeline in timelines)
         tiles.append(("forward and backward, median of the slowest rank", f"{slowest:.1f} ms"))
         tiles.append(("exposed communication, worst rank", f"{exposed:.2f} ms"))
-    cells = "".join(
-        f'<div class="tile"><b>{value}</b><span>{escape(name)}</span></div>' for name, value in tiles
-    )
+    cells = "".join(f'<div class="tile"><b>{value}</b><span>{escape(name)}</span></div>' for name, value in tiles)
     return f'<div class="tiles">{cells}</div>'
 
 

@@ -50,9 +50,7 @@ def build_plan(
 
     # A bucket can leave when its last parameter is ready: that moment is its place in the launch order.
     closed.sort(key=lambda members: members[-1][0])
-    buckets = tuple(
-        Bucket(index, tuple(spec for _, spec in members)) for index, members in enumerate(closed)
-    )
+    buckets = tuple(Bucket(index, tuple(spec for _, spec in members)) for index, members in enumerate(closed))
     return Plan(buckets, caps, order)
 
 

@@ -24,9 +24,7 @@ class BucketCaps:
     per_bucket_bytes: tuple[int, ...] = ()
 
     @classmethod
-    def from_megabytes(
-        cls, cap_mb: float | None = None, cap_mb_list: Sequence[float] | None = None
-    ) -> BucketCaps:
+    def from_megabytes(cls, cap_mb: float | None = None, cap_mb_list: Sequence[float] | None = None) -> BucketCaps:
         """Caps from the two constructor arguments of DistributedDataParallel, in MiB."""
         if cap_mb_list:
             caps = tuple(_positive_bytes("bucket_cap_mb_list", cap) for cap in cap_mb_list)

@@ -157,6 +157,4 @@ class Plan:
 
 def _spec_from_json(data: dict[str, Any]) -> ParameterSpec:
     stride = data["stride"]
-    return ParameterSpec(
-        **{**data, "shape": tuple(data["shape"]), "stride": None if stride is None else tuple(stride)}
-    )
+    return ParameterSpec(**{**data, "shape": tuple(data["shape"]), "stride": None if stride is None else tuple(stride)})

@@ -17,8 +17,7 @@ def plan_table(plan: Plan) -> str:
         rows.append((str(bucket.index), human_bytes(bucket.num_bytes), kind, bucket.device, str(len(names)), shown))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     lines = [
-        "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[5]])
-        for row in rows
+        "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[5]]) for row in rows
     ]
     head = (
         f"plan {plan.digest[:12]}: {len(plan)} buckets, {len(plan.parameters)} parameters, "
