@@ -154,9 +154,7 @@ def run_outcomes(
 ) -> list[RankOutcome]:
     """Runs the function and reports every rank without judging; a timeout or a leftover still fails."""
     if "<" in function.__qualname__:
-        raise ValueError(
-            f"{function.__qualname__} cannot be imported by name: define it at the top of a module"
-        )
+        raise ValueError(f"{function.__qualname__} cannot be imported by name: define it at the top of a module")
     with tempfile.TemporaryDirectory(prefix="lockstep-ranks-") as name:
         directory = Path(name)
         (directory / "request.pkl").write_bytes(pickle.dumps((args, kwargs)))

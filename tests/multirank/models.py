@@ -65,9 +65,7 @@ def reference_backward(case: Case, module: nn.Module, batch: Batch, world: int) 
 class MLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 3)
-        )
+        self.layers = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)

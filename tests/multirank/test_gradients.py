@@ -42,9 +42,7 @@ def train_wrapped(case: Case, dtype: torch.dtype, bucket_cap_mb: float, view: bo
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.add_(rank)
-    ddp = subject_class()(
-        module, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=view, **case.ddp_options
-    )
+    ddp = subject_class()(module, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=view, **case.ddp_options)
     optimizer = optimizer_for(ddp)
     gradients = []
     for step in range(NUM_STEPS):

@@ -22,9 +22,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     file = tmp_path_factory.mktemp("convergence") / "results.json"
     command = [sys.executable, "benchmarks/hooks_convergence.py", "--steps", "80", "--json", str(file)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     loaded: dict[str, Any] = json.loads(file.read_text())
     return loaded

@@ -57,9 +57,7 @@ def train(
 def test_resumed_run_is_bitwise_equal(
     tmp_path: Path, name: str, optimizer_name: str, view: bool, saved_at: int
 ) -> None:
-    straight = run_ranks(
-        WORLD, train, name, optimizer_name, view, 0, NUM_STEPS, tmp_path / "straight.pt", resume=False
-    )
+    straight = run_ranks(WORLD, train, name, optimizer_name, view, 0, NUM_STEPS, tmp_path / "straight.pt", resume=False)
     run_ranks(WORLD, train, name, optimizer_name, view, 0, saved_at, tmp_path / "saved.pt", resume=False)
     resumed = run_ranks(
         WORLD, train, name, optimizer_name, view, saved_at, NUM_STEPS, tmp_path / "saved.pt", resume=True

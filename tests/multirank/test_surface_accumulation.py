@@ -141,9 +141,7 @@ def test_both_ways_to_clear_gradients(set_to_none: bool, view: bool) -> None:
 
 @pytest.mark.parametrize("placement", list(PLACEMENTS))
 @pytest.mark.parametrize("num_micro_steps", [4, 8])
-def test_static_graph_with_no_sync(
-    placement: str, num_micro_steps: int, request: pytest.FixtureRequest
-) -> None:
+def test_static_graph_with_no_sync(placement: str, num_micro_steps: int, request: pytest.FixtureRequest) -> None:
     if placement != "forward_outside":  # there torch syncs every micro-step
         request.applymarker(torch_fails("stops with an internal assertion, or does not sync"))
     values = run_ranks(WORLD, accumulate, "mlp", placement, num_micro_steps, True, {"static_graph": True})
@@ -156,9 +154,7 @@ def test_static_graph_without_accumulation() -> None:
 
 
 @pytest.mark.parametrize("placement", list(PLACEMENTS))
-def test_unused_parameters_that_differ_per_micro_step_and_rank(
-    placement: str, request: pytest.FixtureRequest
-) -> None:
+def test_unused_parameters_that_differ_per_micro_step_and_rank(placement: str, request: pytest.FixtureRequest) -> None:
     """Which branches a rank uses follows its samples, so it differs per micro-step and per rank."""
     if placement in ("forward_always_inside", "flag_before_backward"):
         request.applymarker(torch_fails(TORCH_DECIDES_IN_FORWARD))

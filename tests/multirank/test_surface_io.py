@@ -128,13 +128,9 @@ def train_contained(container: str, options: dict[str, Any]) -> tuple[list[Tenso
     ids=["plain", "find_unused", "static_graph"],
 )
 @pytest.mark.parametrize("container", CONTAINERS)
-def test_outputs_in_any_container(
-    container: str, options: dict[str, Any], request: pytest.FixtureRequest
-) -> None:
+def test_outputs_in_any_container(container: str, options: dict[str, Any], request: pytest.FixtureRequest) -> None:
     if "static_graph" in options and container in ("dataclass", "nested", "dataclass_of_dict"):
-        request.applymarker(
-            torch_fails("does not see tensors in a dataclass and leaves the first step unsynced")
-        )
+        request.applymarker(torch_fails("does not see tensors in a dataclass and leaves the first step unsynced"))
     values = run_ranks(WORLD, train_contained, container, options)
     module, expected = seeded(lambda: Contained(container)), []
     always = "find_unused_parameters" not in options
@@ -160,9 +156,7 @@ class ManyInputs(nn.Module):
         self.first = nn.Linear(8, 8)
         self.last = nn.Linear(8, 3)
 
-    def forward(
-        self, batch: dict[str, list[torch.Tensor]], *more: Any, scale: float = 1.0, **named: Any
-    ) -> Any:
+    def forward(self, batch: dict[str, list[torch.Tensor]], *more: Any, scale: float = 1.0, **named: Any) -> Any:
         h = torch.tanh(self.first(batch["x"][0])) * scale
         for factor in more:
             h = h * factor

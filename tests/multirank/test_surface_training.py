@@ -47,9 +47,7 @@ def rank_batch(step: int) -> Batch:
 # Double backward
 
 
-def gradient_penalty_steps(
-    module: Any, batch_of: Callable[[int], Batch], create_graph: bool
-) -> list[Tensors]:
+def gradient_penalty_steps(module: Any, batch_of: Callable[[int], Batch], create_graph: bool) -> list[Tensors]:
     steps: list[Tensors] = []
     for step in range(NUM_STEPS):
         module.zero_grad()
@@ -146,9 +144,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     for rank in range(WORLD):
         gradients, _, _ = values[rank][1]
         assert not all(g is None or g.isfinite().all() for g in gradients.values()), "the overflow was lost"
-        assert_identical(
-            values[rank][1][2], values[rank][0][2], f"rank {rank} stepped in spite of the overflow"
-        )
+        assert_identical(values[rank][1][2], values[rank][0][2], f"rank {rank} stepped in spite of the overflow")
         assert [s[1] for s in values[rank]] == [s[1] for s in values[0]], "scales differ between ranks"
         assert_identical(values[rank][-1][2], values[0][-1][2], f"rank {rank} against rank 0 at the end")
     assert values[0][1][1] == 2.0**9
@@ -183,9 +179,7 @@ class Checkpointed(nn.Module):
         super().__init__()
         self.use_reentrant = use_reentrant
         self.first = nn.Linear(8, 12)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12)) for _ in range(3)
-        )
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12)) for _ in range(3))
         self.last = nn.Linear(12, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -233,7 +227,7 @@ def test_activation_checkpointing(twice: bool, use_reentrant: bool, options: dic
     if twice and use_reentrant and not options:
         errors = expect_errors(WORLD, range(WORLD), train_checkpointed, twice, use_reentrant, options)
         for error in errors.values():
-            # Its gradient comes in two nested passes; without a static graph nobody can know which is the last.
+            # Its gradient comes in two nested passes; nobody can know beforehand which is the last.
             assert "blocks.0." in error.text
             assert "static_graph" in error.text
         return
