@@ -191,8 +191,9 @@ def choose_plan(
 def describe(
     module: nn.Module, ignored: set[str], options: dict[str, Any], plan: Plan | None, with_buffers: bool
 ) -> ModelDescription:
-    parameters = tuple(_describe(n, p) for n, p in module.named_parameters() if n not in ignored)
-    buffers = tuple(_describe(n, b) for n, b in module.named_buffers() if n not in ignored)
+    sparse = sparse_parameter_names(module)
+    parameters = tuple(_describe(n, p, n in sparse) for n, p in module.named_parameters() if n not in ignored)
+    buffers = tuple(_describe(n, b, False) for n, b in module.named_buffers() if n not in ignored)
     return ModelDescription(
         versions={"torch": str(torch.__version__), "lockstep": __version__},
         options={name: str(value) for name, value in options.items()},
@@ -202,7 +203,9 @@ def describe(
     )
 
 
-def _describe(name: str, tensor: torch.Tensor) -> TensorDescription:
+def _describe(name: str, tensor: torch.Tensor, sparse: bool) -> TensorDescription:
     local = local_tensor(tensor)
     dtype = str(local.dtype).removeprefix("torch.")
-    return TensorDescription(name, tuple(local.shape), dtype, tuple(local.stride()), bool(tensor.requires_grad))
+    return TensorDescription(
+        name, tuple(local.shape), dtype, tuple(local.stride()), bool(tensor.requires_grad), sparse
+    )

@@ -13,16 +13,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
-from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, _rank_not_in_group
+from torch.distributed.distributed_c10d import (
+    AllreduceOptions,
+    _get_default_group,
+    _get_default_store,
+    _rank_not_in_group,
+)
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecision
 
 __all__ = [
-    "GLOO_AVERAGES",
     "BufferCommHookLocation",
     "BuiltinCommHookType",
     "GradBucket",
     "MixedPrecision",
+    "RecordFunction",
+    "all_reduce",
     "as_overlapped_optimizer",
     "backend_name",
     "cast_forward_inputs",
@@ -30,6 +36,7 @@ __all__ = [
     "default_group",
     "default_store",
     "dtensor_like",
+    "flatten_dense",
     "foreach_copy",
     "gradient_accumulator",
     "in_backward",
@@ -40,6 +47,7 @@ __all__ = [
     "preserve_version_counter",
     "queue_backward_callback",
     "rank_not_in_group",
+    "unflatten_dense",
 ]
 
 # The location enum and the precision dataclass are what users pass in; they must be torch's own objects.
@@ -64,8 +72,29 @@ cast_forward_inputs: Callable[..., Any] = _cast_forward_inputs
 # One kernel for many copies; torch has no public name for it.
 foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = torch._foreach_copy_
 
-# gloo learned ReduceOp.AVG between the two versions this runs on.
-GLOO_AVERAGES: bool = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+# All tensors as one flat copy, and a flat tensor as views in given shapes: one call each instead of one per tensor.
+flatten_dense: Callable[[list[torch.Tensor]], torch.Tensor] = torch._C._nn.flatten_dense_tensors
+unflatten_dense: Callable[[torch.Tensor, list[torch.Tensor]], list[torch.Tensor]] = torch._C._nn.unflatten_dense_tensors
+
+# A profiler range that costs a fraction of a microsecond while no profiler runs; the public one costs several.
+RecordFunction: Any = torch._C._profiler._RecordFunctionFast
+
+
+_options: dict[Any, Any] = {}
+
+
+def all_reduce(process_group: Any, tensor: torch.Tensor, op: Any) -> Any:
+    """Start an all-reduce in place; returns its work.
+
+    The public function checks and logs in Python before each call, which a bucket in the backward would pay for.
+    """
+    options = _options.get(op)
+    if options is None:
+        options = AllreduceOptions()
+        options.reduceOp = op
+        options.asyncOp = True
+        _options[op] = options
+    return process_group.allreduce([tensor], options)
 
 
 def backend_name(process_group: Any, device: torch.device) -> str:

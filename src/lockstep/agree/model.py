@@ -31,10 +31,12 @@ class TensorDescription:
     dtype: str
     stride: tuple[int, ...] = ()
     requires_grad: bool = False
+    sparse: bool = False
 
     def __str__(self) -> str:
         grad = ", requires_grad" if self.requires_grad else ""
-        return f"{list(self.shape)} {self.dtype}, stride {list(self.stride)}{grad}"
+        sparse = ", sparse gradient" if self.sparse else ""
+        return f"{list(self.shape)} {self.dtype}, stride {list(self.stride)}{grad}{sparse}"
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class ModelDescription:
         data = json.loads(text)
         for key in ("parameters", "buffers"):
             data[key] = tuple(
-                TensorDescription(t["name"], tuple(t["shape"]), t["dtype"], tuple(t["stride"]), t["requires_grad"])
+                TensorDescription(**{**t, "shape": tuple(t["shape"]), "stride": tuple(t["stride"])})
                 for t in data[key]
             )
         return cls(**data)

@@ -24,7 +24,6 @@ from lockstep.errors import PeerFailed
 logger = logging.getLogger("lockstep")
 
 _SLICE = timedelta(seconds=1)
-_STALL_SECONDS = float(os.environ.get("LOCKSTEP_STALL_SECONDS", "10"))
 # After a connection breaks, how long to look for the failing peer's own words before raising.
 _LAST_WORDS_SECONDS = 1.0
 
@@ -35,12 +34,13 @@ class Watch:
     def __init__(self, board: Board | None, rank: int) -> None:
         self._board = board
         self._rank = rank
+        self._stall_seconds = float(os.environ.get("LOCKSTEP_STALL_SECONDS", "10"))
 
-    def wait_work(self, work: Any, moment: str) -> None:
+    def wait_work(self, work: Any, moment: Callable[[], str]) -> None:
         """Wait for ``work`` (a collective whose wait blocks the host); ``moment`` names it in messages."""
         self._wait(lambda: work.wait(_SLICE), work.is_completed, moment)
 
-    def wait_future(self, future: torch.futures.Future[Any], moment: str) -> Any:
+    def wait_future(self, future: torch.futures.Future[Any], moment: Callable[[], str]) -> Any:
         """Wait for what a communication hook returned, and return its value."""
         if not future.done():
             done = threading.Event()
@@ -53,9 +53,11 @@ class Watch:
             self._wait(wait_slice, done.is_set, moment)
         return future.wait()
 
-    def _wait(self, wait_slice: Callable[[], object], is_completed: Callable[[], bool], moment: str) -> None:
-        next_report = monotonic() + _STALL_SECONDS
-        pause = _STALL_SECONDS
+    def _wait(
+        self, wait_slice: Callable[[], object], is_completed: Callable[[], bool], moment: Callable[[], str]
+    ) -> None:
+        pause = self._stall_seconds
+        next_report = monotonic() + pause
         while True:
             try:
                 wait_slice()
@@ -90,7 +92,7 @@ class Watch:
         if self._board is not None:
             self._board.forget("failure")
 
-    def _raise_failed_peer(self, moment: str) -> None:
+    def _raise_failed_peer(self, moment: Callable[[], str]) -> None:
         if self._board is None:
             return
         try:
@@ -102,34 +104,35 @@ class Watch:
         failure = json.loads(words)
         if failure["rank"] != self._rank:
             raise PeerFailed(
-                f"Rank {failure['rank']} failed while rank {self._rank} waited for it in {moment}. It said:\n"
+                f"Rank {failure['rank']} failed while rank {self._rank} waited for it in {moment()}. It said:\n"
                 f"{failure['type']}: {failure['text']}",
                 failure["rank"],
             )
 
-    def _raise_lost_peer(self, error: RuntimeError, moment: str) -> None:
+    def _raise_lost_peer(self, error: RuntimeError, moment: Callable[[], str]) -> None:
         deadline = monotonic() + _LAST_WORDS_SECONDS
         while self._board is not None and monotonic() < deadline:
             self._raise_failed_peer(moment)
             sleep(0.05)
         raise PeerFailed(
-            f"Rank {self._rank} lost a peer in {moment}: {error}\n"
+            f"Rank {self._rank} lost a peer in {moment()}: {error}\n"
             "That peer left no error behind, so it was probably killed (out of memory, a signal, a lost host). "
             "Look at the first rank that ended, and at the launcher's summary."
         ) from error
 
     # ---------------------------------------------------------------- who is late
 
-    def _report_stall(self, moment: str) -> None:
-        arrived: dict[int, str] = {self._rank: moment}
+    def _report_stall(self, moment: Callable[[], str]) -> None:
+        here = moment()
+        arrived: dict[int, str] = {self._rank: here}
         if self._board is not None:
             try:
-                self._board.post(f"waiting/{self._rank}", moment)
+                self._board.post(f"waiting/{self._rank}", here)
                 for rank in range(self._board.world):
                     elsewhere = self._board.read(f"waiting/{rank}")
                     if elsewhere is not None:
                         arrived[rank] = elsewhere
-                late = [rank for rank in range(self._board.world) if arrived.get(rank) != moment]
+                late = [rank for rank in range(self._board.world) if arrived.get(rank) != here]
             except RuntimeError:
                 late = []
         else:
@@ -138,7 +141,7 @@ class Watch:
         logger.warning(
             "Rank %d is still waiting in %s. Ranks that have not arrived there: %s%s.",
             self._rank,
-            moment,
+            here,
             late or "none is known to be late (a slow link, or all ranks arrived just now)",
             where,
         )

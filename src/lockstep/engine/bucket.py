@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep import torch_private
 from lockstep.errors import ParameterPlace
 from lockstep.plan import Bucket
 
@@ -63,23 +64,29 @@ class LiveBucket:
     """A bucket of the plan with its slots, its flat buffer while it travels, and its countdown."""
 
     __slots__ = (
+        "all_row_major",
         "collect_name",
         "flat",
         "flight",
         "gradients",
+        "is_sparse",
         "launch_name",
         "launched_ns",
+        "num_adopted",
         "num_pending",
+        "parameters",
         "persistent",
         "sizes",
         "skipped",
         "slots",
         "spec",
+        "views_of_flat",
     )
 
     def __init__(self, spec: Bucket, slots: Sequence[Slot]) -> None:
         self.spec = spec
         self.slots = list(slots)
+        self.is_sparse = spec.sparse
         self.sizes = [slot.num_elements for slot in slots]
         for slot, offset in zip(slots, spec.offsets, strict=True):
             slot.bucket = self
@@ -87,6 +94,13 @@ class LiveBucket:
         # The same words in traces as in the code and the reports.
         self.launch_name = f"lockstep::launch bucket {spec.index}"
         self.collect_name = f"lockstep::collect bucket {spec.index}"
+        self.parameters: list[Tensor] = [local_tensor(slot.parameter) for slot in slots]
+        # The usual case, for which one call packs and one makes all views.
+        self.all_row_major = all(
+            slot.is_dense_row_major and slot.num_elements and not slot.is_dtensor for slot in slots
+        )
+        self.views_of_flat: list[Tensor] | None = None
+        self.num_adopted = 0  # gradients that point into the flat buffer
         self.num_pending = len(self.slots)
         self.flat: Tensor | None = None
         self.persistent: Tensor | None = None
@@ -101,6 +115,8 @@ class LiveBucket:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each parameter's part of ``flat``, in the parameter's own shape and memory order."""
+        if self.all_row_major:
+            return torch_private.unflatten_dense(flat, self.parameters)
         pieces = flat.split(self.sizes) if len(self.sizes) > 1 else (flat,)
         return [
             piece.view(slot.shape) if slot.is_dense_row_major else piece.as_strided(slot.shape, slot.stride)

@@ -19,7 +19,8 @@ callback in the outermost pass instead, whose end marks the rest as unused.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -84,8 +85,10 @@ class EagerBackward:
     def attach(self) -> None:
         """Put the hooks on.  They sit on the parameter, so they survive ``.data`` and device changes."""
         self.detach()
+        is_multi_device = len({slot.parameter.device for slot in self.reducer.slots}) > 1
+        on_gradient = self._on_gradient_locked if is_multi_device else self._on_gradient
         for slot in self.reducer.slots:
-            hook = partial(self._on_gradient, slot)
+            hook = partial(on_gradient, slot)
             self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))
 
     def detach(self) -> None:
@@ -130,16 +133,20 @@ class EagerBackward:
         return slot.parameter.grad
 
     def _on_gradient(self, slot: Slot, _: Tensor) -> None:
+        """The hook: runs once per parameter and backward, so it does as little as it can."""
+        slot.dirty = True
+        self._fired = True
+        if not self._callback_queued:
+            self._begin_pass()
+            self._callback_queued = True
+            torch_private.queue_backward_callback(self._end_pass)
+        if self._syncs:
+            self._count(slot)
+
+    def _on_gradient_locked(self, slot: Slot, parameter: Tensor) -> None:
+        """The hook for a module on several devices, each of which has its own backward thread."""
         with self._lock:
-            slot.dirty = True
-            self._fired = True
-            if not self._pass_running:
-                self._begin_pass()
-            if not self._callback_queued:
-                self._callback_queued = True
-                torch_private.queue_backward_callback(self._end_pass)
-            if self._syncs:
-                self._count(slot)
+            self._on_gradient(slot, parameter)
 
     # ---------------------------------------------------------------- the pass
 
@@ -157,13 +164,12 @@ class EagerBackward:
         if self._syncs and not self.window.is_open:
             self.window.open()
             self.reducer.num_buckets_reduced = 0
-            with self._peers_told():
+            with self._telling_peers():
                 self._mark_known_unused()
 
     def _mark_known_unused(self) -> None:
-        for slot in self.reducer.slots:
-            if self._is_known_unused(slot):
-                self.window.mark_ready(slot, found_unused=True)
+        for slot in [slot for slot in self.reducer.slots if self._is_known_unused(slot)]:
+            self.window.mark_ready(slot, found_unused=True)
 
     def _is_known_unused(self, slot: Slot) -> bool:
         if not slot.parameter.requires_grad:
@@ -173,20 +179,26 @@ class EagerBackward:
         return self._used_in_forward is not None and id(slot.parameter) not in self._used_in_forward
 
     def _count(self, slot: Slot) -> None:
-        slot.num_fires += 1
-        if self.static_graph and not self.graph_is_learned:
-            return  # the first window only watches; it is reduced as a whole at its end
-        with self._peers_told():
-            if self.static_graph:
-                expected = slot.expected_fires
-                assert expected is not None
-                if slot.num_fires > expected:
-                    raise errors.graph_changed(slot.place, rank=self.reducer.rank, expected=expected)
-                if slot.num_fires < expected:
-                    return
+        try:
+            if self.static_graph and not self._fired_for_the_last_time(slot):
+                return
             if slot.ready:
                 raise errors.ready_twice(slot.place, rank=self.reducer.rank, was_found_unused=slot.found_unused)
             self.window.mark_ready(slot)
+        except Exception as error:
+            self._tell_peers(error)
+            raise
+
+    def _fired_for_the_last_time(self, slot: Slot) -> bool:
+        """static_graph: whether ``slot`` has now received as many gradients as in the first window."""
+        slot.num_fires += 1
+        if not self.graph_is_learned:
+            return False  # the first window only watches; it is reduced as a whole at its end
+        expected = slot.expected_fires
+        assert expected is not None
+        if slot.num_fires > expected:
+            raise errors.graph_changed(slot.place, rank=self.reducer.rank, expected=expected)
+        return slot.num_fires == expected
 
     def _launch(self, bucket: LiveBucket) -> None:
         if self.skips_unused_buckets and all(slot.found_unused and not slot.dirty for slot in bucket.slots):
@@ -210,7 +222,7 @@ class EagerBackward:
             self.reducer.timeline.record("backward", self._pass_start, end)
             if self._syncs and self.window.is_open:
                 if self._fired and self._rest_is_unused():
-                    with self._peers_told():
+                    with self._telling_peers():
                         for slot in self.window.missing:
                             self.window.mark_ready(slot, found_unused=True)
                 if self.window.all_launched:
@@ -236,7 +248,7 @@ class EagerBackward:
     # ---------------------------------------------------------------- finish
 
     def _finish_window(self) -> None:
-        with self._peers_told():
+        with self._telling_peers():
             is_used = self._agree_on_used()
             if self.before_write_back is not None:
                 self._land_all()
@@ -244,7 +256,7 @@ class EagerBackward:
             for bucket in self.reducer.buckets:
                 self._collect(bucket, is_used)
             for future in self._post_backward_futures:
-                self.reducer.watch.wait_future(future, "a buffer communication hook")
+                self.reducer.watch.wait_future(future, lambda: "a buffer communication hook")
         self._post_backward_futures = []
         self._used_in_forward = None
         self._note_unused()
@@ -318,7 +330,7 @@ class EagerBackward:
         """Raise if the last backward that synchronises left the window incomplete."""
         missing = self.window.missing
         if self.window.is_open and missing:
-            with self._peers_told():
+            with self._telling_peers():
                 raise errors.unfinished_reduction(
                     [slot.place for slot in missing],
                     rank=self.reducer.rank,
@@ -343,22 +355,17 @@ class EagerBackward:
     def add_post_backward_futures(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
         self._post_backward_futures.extend(futures)
 
-    def _peers_told(self) -> _PeersTold:
-        return _PeersTold(self)
+    @contextmanager
+    def _telling_peers(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._tell_peers(error)
+            raise
 
-
-class _PeersTold:
-    """An error inside is left on the board for peers, and logged, before it goes up to the user."""
-
-    def __init__(self, backward: EagerBackward) -> None:
-        self._backward = backward
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception):
-            if not isinstance(error, errors.PeerFailed):
-                self._backward.reducer.watch.post_failure(error)
-            if self._backward.on_error is not None:
-                self._backward.on_error(error)
+    def _tell_peers(self, error: Exception) -> None:
+        """Leave an error on the board for peers, and in the log, before it goes up to the user."""
+        if not isinstance(error, errors.PeerFailed):
+            self.reducer.watch.post_failure(error)
+        if self.on_error is not None:
+            self.on_error(error)

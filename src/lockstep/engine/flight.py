@@ -12,11 +12,14 @@ from torch import Tensor
 from lockstep.agree.watch import Watch
 from lockstep.errors import BadHookResult
 
+# Names a wait in messages; made only when there is something to say.
+Moment = Callable[[], str]
+
 
 class Flight(Protocol):
     def is_done(self) -> bool: ...
 
-    def land(self, watch: Watch, moment: str) -> Tensor | None:
+    def land(self, watch: Watch, moment: Moment) -> Tensor | None:
         """Wait; return the reduced buffer if it is another tensor than the one that was launched."""
 
 
@@ -31,7 +34,7 @@ class WorkFlight:
     def is_done(self) -> bool:
         return bool(self._work.is_completed())
 
-    def land(self, watch: Watch, moment: str) -> Tensor | None:
+    def land(self, watch: Watch, moment: Moment) -> Tensor | None:
         if self._blocks_host:
             watch.wait_work(self._work, moment)
         else:
@@ -49,7 +52,7 @@ class HookFlight:
     def is_done(self) -> bool:
         return self._future.done()
 
-    def land(self, watch: Watch, moment: str) -> Tensor | None:
+    def land(self, watch: Watch, moment: Moment) -> Tensor | None:
         value = watch.wait_future(self._future, moment)
         if isinstance(value, (list, tuple)) and len(value) == 1:
             value = value[0]
@@ -67,7 +70,7 @@ class NoFlight:
     def is_done(self) -> bool:
         return True
 
-    def land(self, watch: Watch, moment: str) -> Tensor | None:
+    def land(self, watch: Watch, moment: Moment) -> Tensor | None:
         return None
 
 

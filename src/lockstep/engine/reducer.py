@@ -21,12 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.profiler import record_function
 
 from lockstep import errors, torch_private
 from lockstep.agree.watch import Watch
@@ -100,7 +100,7 @@ class Reducer(ReducerTorchNames):
 
     def land(self, work: Any, tensor: Tensor, moment: str) -> None:
         """Wait for a collective on ``tensor`` that is not a bucket's."""
-        WorkFlight(work, self._blocks_host(tensor)).land(self.watch, moment)
+        WorkFlight(work, self._blocks_host(tensor)).land(self.watch, lambda: moment)
 
     def set_comm_hook(self, state: Any, hook: CommHook, name: str) -> None:
         if self.comm_hook is not None:
@@ -116,8 +116,8 @@ class Reducer(ReducerTorchNames):
         """Pack ``gradients`` (one per slot, None for none) into a flat buffer and start its collective."""
         start = now()
         bucket.gradients = list(gradients)
-        with torch.no_grad(), record_function(bucket.launch_name):
-            flat = self._pack_sparse(bucket) if bucket.spec.sparse else self._pack(bucket)
+        with torch.no_grad(), torch_private.RecordFunction(bucket.launch_name):
+            flat = self._pack_sparse(bucket) if bucket.is_sparse else self._pack(bucket)
             bucket.flat = flat
             packed = now()
             bucket.flight = self.start(bucket, flat)
@@ -134,6 +134,8 @@ class Reducer(ReducerTorchNames):
         in_place = self._already_flat(bucket, like)
         if in_place is not None:
             return in_place
+        if bucket.all_row_major and self.ownership is not GradOwnership.PERSISTENT and _all_are(gradients, like.dtype):
+            return torch_private.flatten_dense(gradients)  # type: ignore[arg-type]
         pieces = [flatten_gradient(g, slot, like) for g, slot in zip(gradients, slots, strict=True)]
         if self.ownership is not GradOwnership.PERSISTENT:
             return torch.cat(pieces)
@@ -195,7 +197,8 @@ class Reducer(ReducerTorchNames):
         if self.divisor is not None or not self._averages(flat):
             flat.div_(self.world if self.divisor is None else self.divisor)
             op = dist.ReduceOp.SUM
-        work = dist.all_reduce(flat, op=op, group=self.process_group, async_op=True)
+        wire = torch.view_as_real(flat) if flat.is_complex() else flat
+        work = torch_private.all_reduce(self.process_group, wire, op)
         return WorkFlight(work, self._blocks_host(flat))
 
     def _start_hook(self, bucket: LiveBucket, flat: Tensor) -> Flight:
@@ -243,7 +246,7 @@ class Reducer(ReducerTorchNames):
         """
         backend = self.backend(flat.device)
         if backend == "gloo":
-            return torch_private.GLOO_AVERAGES and flat.dtype != torch.float16 and not flat.is_complex()
+            return flat.dtype != torch.float16 and not flat.is_complex()
         return backend == "nccl" and not flat.is_complex()
 
     def _blocks_host(self, flat: Tensor) -> bool:
@@ -262,8 +265,8 @@ class Reducer(ReducerTorchNames):
         assert bucket.flight is not None, "collect() needs a launched bucket"
         assert bucket.flat is not None
         start = now()
-        with record_function(bucket.collect_name):
-            result = bucket.flight.land(self.watch, self.moment(bucket))
+        with torch_private.RecordFunction(bucket.collect_name):
+            result = bucket.flight.land(self.watch, partial(self.moment, bucket))
         end = now()
         self.timeline.record("wait", start, end, bucket.index)
         self.timeline.record("reduce", bucket.launched_ns, end, bucket.index)
@@ -292,11 +295,13 @@ class Reducer(ReducerTorchNames):
     def adopt(self, bucket: LiveBucket) -> None:
         """Let .grad point into the flat buffer already while it travels, so that the unpacked gradients are freed."""
         flat = bucket.flat
-        if self.ownership is GradOwnership.OWN or bucket.spec.sparse or flat is None:
+        if self.ownership is GradOwnership.OWN or bucket.is_sparse or flat is None:
             return
-        for slot, gradient, view in zip(bucket.slots, bucket.gradients, bucket.views(flat), strict=True):
+        bucket.views_of_flat = bucket.views(flat.detach())
+        for slot, gradient, view in zip(bucket.slots, bucket.gradients, bucket.views_of_flat, strict=True):
             if slot.dirty and gradient is not None and self._can_alias(slot, gradient, flat):
                 gradient.data = view
+                bucket.num_adopted += 1
 
     def _can_alias(self, slot: Slot, gradient: Tensor, flat: Tensor) -> bool:
         # A gradient that is itself part of a graph (create_graph=True) must stay the tensor that graph made.
@@ -314,14 +319,20 @@ class Reducer(ReducerTorchNames):
 
         ``in_place``: only change the tensors that were launched, and leave ``.grad`` alone (distributed autograd).
         """
-        flat, gradients = bucket.flat, bucket.gradients
-        bucket.flat, bucket.gradients = None, []
+        flat, gradients, num_adopted = bucket.flat, bucket.gradients, bucket.num_adopted
+        views = bucket.views_of_flat
+        bucket.flat, bucket.gradients, bucket.views_of_flat, bucket.num_adopted = None, [], None, 0
         if flat is None:
+            return
+        if num_adopted == len(bucket.slots):  # the usual case: every .grad points at its result already
+            for slot in bucket.slots:
+                slot.dirty = False
             return
         copy_to: list[Tensor] = []
         copy_from: list[Tensor] = []
         with torch.no_grad():
-            views = [flat] if flat.is_sparse else bucket.views(flat)
+            if views is None:
+                views = [flat] if flat.is_sparse else bucket.views(flat)
             for slot, gradient, view in zip(bucket.slots, gradients, views, strict=True):
                 slot.dirty = False
                 if not slot.parameter.requires_grad or (is_used is not None and not is_used(slot)):
@@ -354,6 +365,10 @@ class Reducer(ReducerTorchNames):
             # ``.data`` makes a tensor that shares memory without being an autograd view, so that in-place
             # methods such as detach_() work on it.
             parameter.grad = value.clone() if self.ownership is GradOwnership.OWN else value.data
+
+
+def _all_are(gradients: Sequence[Tensor | None], dtype: torch.dtype) -> bool:
+    return all(g is not None and g.dtype is dtype for g in gradients)
 
 
 class _Finished:
