@@ -346,8 +346,12 @@ def failing_hook(state, bucket):
     raise LookupError("the hook lost its table")
 
 
-def hook_with_wrong_type(state, bucket: int):
+def hook_with_wrong_type(state, bucket):
     raise AssertionError("never called")
+
+
+# As if this file had real annotations and not strings.
+hook_with_wrong_type.__annotations__["bucket"] = int
 
 
 def register(how: str) -> None:
