@@ -41,9 +41,7 @@ def main() -> None:
     if rank == 0:
         with torch.no_grad():
             loss = nn.functional.mse_loss(model.module(inputs), targets).item()
-        print(
-            f"world {world}, loss {loss:.6f} after {options.steps} steps, wrapped by {type(model).__module__}"
-        )
+        print(f"world {world}, loss {loss:.6f} after {options.steps} steps, wrapped by {type(model).__module__}")
     dist.barrier()  # no rank leaves while another still talks to it
     dist.destroy_process_group()
 

@@ -86,9 +86,7 @@ class Launch:
             ) from None
         left = self._running(patience_s=5)
         self.kill()
-        assert not left, (
-            f"{' '.join(self.command)} ended but left processes {left} running\n{output}\n{errors}"
-        )
+        assert not left, f"{' '.join(self.command)} ended but left processes {left} running\n{output}\n{errors}"
         return Finished(self.process.returncode, output, errors)
 
     def kill(self) -> None:
