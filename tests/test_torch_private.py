@@ -1,0 +1,202 @@
+"""Every private torch name, one test each: when torch moves one, the failing test says which."""
+
+from __future__ import annotations
+
+import ast
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep import torch_private as private
+
+SOURCE = Path(private.__file__)
+
+
+@pytest.fixture(autouse=True)
+def world_of_one(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=20))
+    yield
+    dist.destroy_process_group()
+
+
+def check_BufferCommHookLocation() -> None:
+    assert {m.name for m in private.BufferCommHookLocation} == {"PRE_FORWARD", "POST_FORWARD"}
+
+
+def check_BuiltinCommHookType() -> None:
+    assert {"ALLREDUCE", "FP16_COMPRESS"} <= set(private.BuiltinCommHookType.__members__)
+
+
+def check_GradBucket() -> None:
+    methods = {"buffer", "gradients", "index", "is_last", "parameters", "set_buffer"}
+    assert methods <= set(dir(private.GradBucket))
+
+
+def check_MixedPrecision() -> None:
+    config = private.MixedPrecision(param_dtype=torch.bfloat16)
+    assert (config.param_dtype, config.reduce_dtype, config.buffer_dtype) == (torch.bfloat16, None, None)
+
+
+def check_RecordFunction() -> None:
+    with torch.profiler.profile() as profile, private.RecordFunction("lockstep::probe"):
+        torch.zeros(1)
+    assert any(event.key == "lockstep::probe" for event in profile.key_averages())
+
+
+def check_all_reduce() -> None:
+    tensor = torch.full((3,), 2.0)
+    private.all_reduce(dist.group.WORLD, tensor, dist.ReduceOp.AVG).wait()
+    assert tensor.tolist() == [2.0] * 3
+
+
+def check_as_overlapped_optimizer() -> None:
+    optimizer = private.as_overlapped_optimizer(torch.optim.SGD, None, 0.1)
+    assert callable(optimizer.register_ddp)
+
+
+def check_backend_name() -> None:
+    assert private.backend_name(dist.group.WORLD, torch.device("cpu")) == "gloo"
+
+
+def check_cast_forward_inputs() -> None:
+    args, kwargs = private.cast_forward_inputs(torch.bfloat16, torch.zeros(1), x=torch.zeros(1))
+    assert args[0].dtype == kwargs["x"].dtype == torch.bfloat16
+
+
+def check_current_dist_autograd_context() -> None:
+    assert private.current_dist_autograd_context() is None
+
+
+def check_default_group() -> None:
+    assert private.default_group() is dist.group.WORLD
+
+
+def check_default_store() -> None:
+    private.default_store().set("probe", "yes")
+    assert private.default_store().get("probe") == b"yes"
+
+
+def check_dtensor_like() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1,))
+    parameter = distribute_tensor(torch.zeros(2), mesh, [Replicate()])
+    made = private.dtensor_like(parameter, torch.ones(2))
+    assert made.to_local().tolist() == [1.0, 1.0]
+
+
+def check_flatten_dense() -> None:
+    assert private.flatten_dense([torch.ones(2, 2), torch.zeros(1)]).tolist() == [1.0] * 4 + [0.0]
+
+
+def check_unflatten_dense() -> None:
+    flat = torch.arange(5.0)
+    first, second = private.unflatten_dense(flat, [torch.empty(2, 2), torch.empty(1)])
+    first.zero_()
+    assert flat.tolist() == [0.0, 0.0, 0.0, 0.0, 4.0]  # views, not copies
+    assert second.tolist() == [4.0]
+
+
+def check_foreach_copy() -> None:
+    target = [torch.zeros(2), torch.zeros(1)]
+    private.foreach_copy(target, [torch.ones(2), torch.ones(1)])
+    assert [t.sum().item() for t in target] == [2.0, 1.0]
+
+
+def check_gradient_accumulator() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    assert private.gradient_accumulator(parameter).variable is parameter
+
+
+def check_in_backward() -> None:
+    seen = []
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.register_hook(lambda g: seen.append(private.in_backward()))
+    parameter.sum().backward()
+    assert seen == [True]
+    assert not private.in_backward()
+
+
+def check_in_backward_optimizer_handles() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    _apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 0.1})
+    assert private.in_backward_optimizer_handles(parameter)
+
+
+def check_inputs_to_device() -> None:
+    args, kwargs = private.inputs_to_device((torch.zeros(1),), {"x": [torch.zeros(1)]}, torch.device("cpu"), False)
+    assert args[0][0].device.type == kwargs[0]["x"][0].device.type == "cpu"
+
+
+def check_localise_tensor_parallel_parameters() -> None:
+    module = torch.nn.Linear(2, 2)
+    private.localise_tensor_parallel_parameters(module)
+    assert not hasattr(module.weight, "to_local")
+
+
+def check_mesh_is_slice() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    assert private.mesh_is_slice(mesh["dp"])
+    assert not private.mesh_is_slice(mesh)
+
+
+def check_preserve_version_counter() -> None:
+    buffer = torch.zeros(1)
+    before = buffer._version
+    with private.preserve_version_counter([buffer]):
+        buffer.add_(1)
+    assert buffer._version == before
+
+
+def check_queue_backward_callback() -> None:
+    order = []
+    parameter = torch.nn.Parameter(torch.zeros(1))
+
+    def on_gradient(_: torch.Tensor) -> None:
+        private.queue_backward_callback(lambda: order.append("end"))
+        order.append("gradient")
+
+    parameter.register_post_accumulate_grad_hook(on_gradient)
+    parameter.sum().backward()
+    assert order == ["gradient", "end"]
+
+
+def check_rank_not_in_group() -> None:
+    assert not private.rank_not_in_group(dist.group.WORLD)
+
+
+@pytest.mark.parametrize("name", private.__all__)
+def test_private_name(name: str) -> None:
+    globals()[f"check_{name}"]()
+
+
+def test_every_name_has_a_reason() -> None:
+    """Functions carry a docstring, constants a comment above them."""
+    text = SOURCE.read_text()
+    tree = ast.parse(text)
+    functions = {n.name: ast.get_docstring(n) for n in tree.body if isinstance(n, ast.FunctionDef)}
+    assert all(functions.values()), [name for name, doc in functions.items() if not doc]
+    assert set(private.__all__) - set(functions) == {
+        "BufferCommHookLocation",
+        "BuiltinCommHookType",
+        "GradBucket",
+        "MixedPrecision",
+        "RecordFunction",
+        "cast_forward_inputs",
+        "default_group",
+        "default_store",
+        "flatten_dense",
+        "foreach_copy",
+        "inputs_to_device",
+        "rank_not_in_group",
+        "unflatten_dense",
+    }
