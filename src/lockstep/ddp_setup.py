@@ -206,6 +206,4 @@ def describe(
 def _describe(name: str, tensor: torch.Tensor, sparse: bool) -> TensorDescription:
     local = local_tensor(tensor)
     dtype = str(local.dtype).removeprefix("torch.")
-    return TensorDescription(
-        name, tuple(local.shape), dtype, tuple(local.stride()), bool(tensor.requires_grad), sparse
-    )
+    return TensorDescription(name, tuple(local.shape), dtype, tuple(local.stride()), bool(tensor.requires_grad), sparse)

@@ -221,8 +221,7 @@ def ready_twice(place: ParameterPlace, *, rank: int, was_found_unused: bool) -> 
         )
     return ReadyTwice(
         f"Expected to mark a variable ready only once. On rank {rank} the parameter {place} was already reduced in "
-        f"this window when it received another gradient.\n{cause}\n{fix}\n"
-        f"Parameter at index {place.position} with name {place.name} has been marked as ready twice."
+        f"this window when it received another gradient.\n{cause}\n{fix}"
     )
 
 

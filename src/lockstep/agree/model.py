@@ -58,8 +58,7 @@ class ModelDescription:
         data = json.loads(text)
         for key in ("parameters", "buffers"):
             data[key] = tuple(
-                TensorDescription(**{**t, "shape": tuple(t["shape"]), "stride": tuple(t["stride"])})
-                for t in data[key]
+                TensorDescription(**{**t, "shape": tuple(t["shape"]), "stride": tuple(t["stride"])}) for t in data[key]
             )
         return cls(**data)
 

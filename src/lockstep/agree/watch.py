@@ -51,7 +51,11 @@ class Watch:
                     raise RuntimeError("not done within the slice")
 
             self._wait(wait_slice, done.is_set, moment)
-        return future.wait()
+        try:
+            return future.wait()
+        except RuntimeError:
+            self._look_for_last_words(moment)  # a broken connection inside a hook has a peer's error behind it
+            raise
 
     def _wait(
         self, wait_slice: Callable[[], object], is_completed: Callable[[], bool], moment: Callable[[], str]
@@ -110,15 +114,18 @@ class Watch:
             )
 
     def _raise_lost_peer(self, error: RuntimeError, moment: Callable[[], str]) -> None:
-        deadline = monotonic() + _LAST_WORDS_SECONDS
-        while self._board is not None and monotonic() < deadline:
-            self._raise_failed_peer(moment)
-            sleep(0.05)
+        self._look_for_last_words(moment)
         raise PeerFailed(
             f"Rank {self._rank} lost a peer in {moment()}: {error}\n"
             "That peer left no error behind, so it was probably killed (out of memory, a signal, a lost host). "
             "Look at the first rank that ended, and at the launcher's summary."
         ) from error
+
+    def _look_for_last_words(self, moment: Callable[[], str]) -> None:
+        deadline = monotonic() + _LAST_WORDS_SECONDS
+        while self._board is not None and monotonic() < deadline:
+            self._raise_failed_peer(moment)
+            sleep(0.05)
 
     # ---------------------------------------------------------------- who is late
 
