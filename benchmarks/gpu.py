@@ -149,13 +149,15 @@ def step_time(wrappers: list[str], quick: bool) -> dict[str, Any]:
 
 def peak_memory(wrappers: list[str], quick: bool) -> dict[str, Any]:
     subjects = [ALONE, TORCH_DEFAULT, TORCH_VIEW] + [LOCKSTEP_DEFAULT] * ("lockstep" in wrappers)
-    options = {"subjects": [subject.name for subject in subjects]}
-    peaks = run_ranks("gpu_timing:peak_memory", options, num_ranks=1, backend="nccl", time_limit=100)[0]
-    reference = peaks[TORCH_VIEW.name]["peak"]
-    rows = [
-        [name, f"{peak['peak'] / 2**30:.3f}", f"{peak['peak'] / reference:.4f}"]
-        for name, peak in peaks.items()
-    ]
+    # A fresh process each: what an earlier subject leaves behind would be taken for this one's.
+    peaks = {
+        subject.name: run_ranks(
+            "gpu_timing:peak_memory", {"subject": subject.name}, num_ranks=1, backend="nccl", time_limit=60
+        )[0]
+        for subject in subjects
+    }
+    reference = peaks[TORCH_VIEW.name]
+    rows = [[name, f"{peak / 2**30:.3f}", f"{peak / reference:.4f}"] for name, peak in peaks.items()]
     print_table("peak memory, GPT-2 size", ["subject", "GiB", "ratio to torch view"], rows)
     return peaks
 
@@ -187,15 +189,9 @@ PARTS: dict[str, Callable[[list[str], bool], dict[str, Any]]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "results", help="folder for gpu.json"
-    )
-    parser.add_argument(
-        "--only", action="append", choices=list(PARTS), help="this part alone; may be repeated"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for gpu.json")
+    parser.add_argument("--only", action="append", choices=list(PARTS), help="this part alone; may be repeated")
     parser.add_argument("--quick", action="store_true", help="few rounds")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():

@@ -49,9 +49,7 @@ def vector_batch(rank: int, step: int = 0) -> Tensor:
 class SmallMLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 8)
-        )
+        self.layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 8))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x).float().square().mean()
@@ -83,11 +81,13 @@ class Case:
         num_warm_steps: int = 0,
         scaler: bool = False,
         scale: str = "parameter",
+        sync_before_reading: bool = False,
     ) -> None:
         self.build, self.batch, self.options, self.autocast = build, batch, options or {}, autocast
         self.tolerance, self.reference, self.num_micro_batches = tolerance, reference, num_micro_batches
         self.prepare, self.register, self.num_warm_steps = prepare, register, num_warm_steps
         self.scaler, self.scale = scaler, scale
+        self.sync_before_reading = sync_before_reading and DEVICE == "cuda"
 
     def _cast(self) -> Any:
         return torch.autocast(DEVICE, self.autocast) if self.autocast else nullcontext()
@@ -124,6 +124,8 @@ class Case:
         if self.scaler:
             optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
             scaler.unscale_(optimizer)
+        if self.sync_before_reading:
+            torch.cuda.synchronize()
         return grads_of(module)
 
     def _backward(self, model: Any, rank: int, scaler: Any) -> None:
@@ -248,12 +250,8 @@ def cases() -> dict[str, Case]:
             small_gpt, token_batch, VIEW, autocast=torch.float16, tolerance=1e-2, scaler=True
         ),
         "hook torch allreduce": Case(small_gpt, token_batch, VIEW, register=_torch_hook("allreduce_hook")),
-        "hook torch fp16": Case(
-            small_gpt, token_batch, VIEW, register=_torch_hook("fp16_compress_hook"), **lossy
-        ),
-        "hook torch bf16": Case(
-            small_gpt, token_batch, VIEW, register=_torch_hook("bf16_compress_hook"), **lossy
-        ),
+        "hook torch fp16": Case(small_gpt, token_batch, VIEW, register=_torch_hook("fp16_compress_hook"), **lossy),
+        "hook torch bf16": Case(small_gpt, token_batch, VIEW, register=_torch_hook("bf16_compress_hook"), **lossy),
         # Rank 2 of large matrices is far from the gradient: only torch's own error says what to expect.
         "hook torch PowerSGD, one bucket": Case(
             small_gpt,
@@ -277,9 +275,14 @@ def cases() -> dict[str, Case]:
         ),
     }
     try:
-        mixed = {**VIEW, "mixed_precision": _native_mixed_precision()}
-        # Its inputs become bf16 as well, so the reference (fp32) is far; torch's own error is the measure.
-        found["mixed_precision argument"] = Case(SmallMLP, vector_batch, mixed, tolerance=BF16_TOLERANCE)
+        policy = {"mixed_precision": _native_mixed_precision()}
+        bf16 = {"tolerance": BF16_TOLERANCE}
+        found["mixed_precision argument"] = Case(SmallMLP, vector_batch, {**VIEW, **policy}, **bf16)
+        found["mixed_precision argument copy"] = Case(SmallMLP, vector_batch, {**COPY, **policy}, **bf16)
+        # Tells a wrong gradient from one that is read before its stream has written it.
+        found["mixed_precision argument, device sync"] = Case(
+            SmallMLP, vector_batch, {**VIEW, **policy}, sync_before_reading=True, **bf16
+        )
     except AttributeError:
         pass
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from typing import Any
 
@@ -61,21 +60,12 @@ def step_times(subjects: list[str], num_rounds: int, num_steps: int) -> dict[str
     return interleave({name: trainer.seconds_per_step for name, trainer in trainers.items()}, num_rounds)
 
 
-def peak_memory(subjects: list[str]) -> dict[str, dict[str, int]]:
-    """Peak allocated bytes of each subject from wrapping on, others gone."""
+def peak_memory(subject: str) -> int:
+    """Peak allocated bytes of this process, in which nothing else has run: model, optimizer, steps."""
     _prepare()
-    peaks = {}
-    for name in subjects:
-        gc.collect()
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        trainer = Trainer(SUBJECTS[name], 1)
-        trainer.step()
-        torch.cuda.synchronize()
-        peaks[name] = {"peak": torch.cuda.max_memory_allocated() - before, "left_before": before}
-        del trainer
-    return peaks
+    Trainer(SUBJECTS[subject], 1)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
 
 
 def hook_times(subjects: list[str], num_rounds: int, num_parameters: int) -> dict[str, list[float]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -47,12 +48,19 @@ def train(hook: str, wrapper: str, num_steps: int) -> dict[str, Any]:
     model = Subject(wrapper, wrapper, {"bucket_cap_mb": 0.25}).wrap(module)
     state = _register(model, hook)
     optimizer = torch.optim.AdamW(module.parameters(), lr=2e-3)
+    # Up for a twentieth of the run, then down along a cosine to a tenth, as a real run does.
+    num_warm = max(1, num_steps // 20)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min(1.0, (step + 1) / num_warm) * (0.55 + 0.45 * math.cos(math.pi * step / num_steps)),
+    )
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     losses = []
     for step in range(num_steps):
         loss = model(*batch(text[:split], step * num_ranks + rank, batch_size))
         loss.backward()
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
         losses.append(float(loss))
     with torch.no_grad():
@@ -132,8 +140,7 @@ def main() -> None:
         for hook, result in results.items()
     ]
     print_table(
-        f"{plain['num_parameters']} parameters, {arguments.ranks} ranks, {arguments.steps} steps, "
-        f"{arguments.wrapper}",
+        f"{plain['num_parameters']} parameters, {arguments.ranks} ranks, {arguments.steps} steps, {arguments.wrapper}",
         [
             "hook",
             "held-out loss",

@@ -90,9 +90,7 @@ def hooks_per_parameter(quick: bool) -> dict[str, Any]:
         options = {"subjects": names, "num_rounds": 10 if quick else 60}
         times = run_ranks("per_parameter:measure_backward", options, num_ranks=num_ranks)[0]
         over = {
-            name: [
-                (mine - base) / NUM_TINY for mine, base in zip(times[name], times[ALONE.name], strict=True)
-            ]
+            name: [(mine - base) / NUM_TINY for mine, base in zip(times[name], times[ALONE.name], strict=True)]
             for name in names
             if name != ALONE.name
         }
@@ -129,7 +127,5 @@ def wrap_time(quick: bool) -> dict[str, Any]:
         [name, f"{1000 * entry['seconds']['median']:.0f}", spread_of(entry["ratio"]).text(2)]
         for name, entry in summary.items()
     ]
-    print_table(
-        f"wrap_time, {NUM_TO_WRAP} parameters, 2 ranks", ["subject", "ms", "ratio to torch default"], rows
-    )
+    print_table(f"wrap_time, {NUM_TO_WRAP} parameters, 2 ranks", ["subject", "ms", "ratio to torch default"], rows)
     return {"num_parameters": NUM_TO_WRAP, "summary": summary}

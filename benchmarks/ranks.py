@@ -59,9 +59,7 @@ def run_ranks(
                     "LOCAL_RANK": str(rank),
                     "MASTER_ADDR": master_address,
                     "MASTER_PORT": str(port),
-                    "PYTHONPATH": os.pathsep.join(
-                        [str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")]
-                    ),
+                    "PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")]),
                     **(environments[rank] if environments else {}),
                 }
                 command = [sys.executable, str(HERE / "ranks.py"), json.dumps(description)]

@@ -31,12 +31,8 @@ CASES = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few rounds: shows that it runs, not how fast")
-    parser.add_argument(
-        "--only", action="append", choices=list(CASES), help="this case alone; may be repeated"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON"
-    )
+    parser.add_argument("--only", action="append", choices=list(CASES), help="this case alone; may be repeated")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON")
     arguments = parser.parse_args()
     # A terminated run must still remove its namespaces and ranks, so SIGTERM ends it like an exception.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -13,9 +13,7 @@ def print_table(title: str, columns: list[str], rows: list[list[str]], note: str
     except ModuleNotFoundError:
         _print_plain(title, columns, rows, note)
         return
-    table = Table(
-        title=Text(title), title_justify="left", caption=Text(note) if note else None, caption_justify="left"
-    )
+    table = Table(title=Text(title), title_justify="left", caption=Text(note) if note else None, caption_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
     for row in rows:

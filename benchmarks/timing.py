@@ -50,9 +50,7 @@ def summarise(times: dict[str, list[float]], baseline: str) -> dict[str, dict[st
     return {
         name: {
             "seconds": Spread.of(values).json(),
-            "ratio": Spread.of(
-                [mine / base for mine, base in zip(values, times[baseline], strict=True)]
-            ).json(),
+            "ratio": Spread.of([mine / base for mine, base in zip(values, times[baseline], strict=True)]).json(),
             "baseline": baseline,
             "num_rounds": len(values),
         }

@@ -131,9 +131,7 @@ def not_finite(rank: int, num_ranks: int) -> dict[Any, Any]:
         for bad in (float("nan"), float("inf"), float("-inf")):
             state, parameter = make(), torch.zeros(5003)
             step(hook, state, gradient(0, rank, 5003), parameter)
-            kept = (
-                {k: t.clone() for k, t in state.residuals[0].tensors.items()} if name in WITH_RESIDUAL else {}
-            )
+            kept = {k: t.clone() for k, t in state.residuals[0].tensors.items()} if name in WITH_RESIDUAL else {}
             poisoned = gradient(1, rank, 5003)
             if rank == num_ranks - 1:
                 poisoned[17] = bad

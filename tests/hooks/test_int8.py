@@ -24,13 +24,9 @@ def test_shards_hold_the_bucket_and_little_else(num_elements: int, num_ranks: in
 
 @settings(deadline=None, max_examples=60)
 @given(num_elements=st.integers(1, 3000), exponent=st.integers(-45, 37), seed=st.integers(0, 10**6))
-def test_what_is_decoded_and_what_is_left_out_make_the_input(
-    num_elements: int, exponent: int, seed: int
-) -> None:
+def test_what_is_decoded_and_what_is_left_out_make_the_input(num_elements: int, exponent: int, seed: int) -> None:
     layout = ShardLayout.of(num_elements, 2, 64)
-    rows = (
-        torch.randn(2, layout.shard_elements, generator=torch.Generator().manual_seed(seed)) * 10.0**exponent
-    )
+    rows = torch.randn(2, layout.shard_elements, generator=torch.Generator().manual_seed(seed)) * 10.0**exponent
     packed, left_out = quantise(rows.clone(), layout.chunk)
     assert packed.shape == (2, layout.shard_bytes)
     decoded = dequantise(packed, layout)
