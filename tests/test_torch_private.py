@@ -135,20 +135,6 @@ def check_inputs_to_device() -> None:
     assert args[0][0].device.type == kwargs[0]["x"][0].device.type == "cpu"
 
 
-def check_localise_tensor_parallel_parameters() -> None:
-    module = torch.nn.Linear(2, 2)
-    private.localise_tensor_parallel_parameters(module)
-    assert not hasattr(module.weight, "to_local")
-
-
-def check_mesh_is_slice() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
-    assert private.mesh_is_slice(mesh["dp"])
-    assert not private.mesh_is_slice(mesh)
-
-
 def check_preserve_version_counter() -> None:
     buffer = torch.zeros(1)
     before = buffer._version

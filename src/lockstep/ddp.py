@@ -100,7 +100,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             raise ValueError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
             )
-        self.process_group = setup.choose_process_group(process_group, device_mesh, module)
+        self.process_group = setup.choose_process_group(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
         delayed = list(delay_all_reduce_named_params or [])
@@ -203,7 +203,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         ``options`` is None where nothing may be exchanged (init_sync=False, unpickling).
         """
         self._reject_cpu_sync_batch_norm()
-        self._board = open_board(self.process_group)
+        self._reopen_board()
         if options is not None:
             if self._board is not None:
                 timeout = float(os.environ.get("LOCKSTEP_AGREEMENT_TIMEOUT", "600"))
@@ -218,6 +218,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 ignored=self.parameters_to_ignore,
                 with_buffers=init_sync_buffers,
                 chunk_bytes=self.broadcast_bucket_size,
+                watch=self._watch,
             )
         self._build_engine(slots, plan)
 
@@ -231,7 +232,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             plan,
             slots,
             self.process_group,
-            watch=Watch(self._board, rank),
+            watch=self._watch,
             timeline=self.timeline,
             ownership=self._ownership,
             reduce_dtype=self._precision.reduce_dtype if self._precision is not None else None,
@@ -274,7 +275,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         slots = [Slot(n, p, owners.get(id(p), ""), i) for i, (n, p) in enumerate(delayed)]
         plan = setup.choose_plan(setup.specs_of(slots, set()), self._caps, None)
         if init_sync:
-            broadcast_tensors([p for _, p in delayed], self.process_group, 0, self.broadcast_bucket_size)
+            broadcast_tensors([p for _, p in delayed], self.process_group, 0, self.broadcast_bucket_size, self._watch)
         reducer = Reducer(
             plan,
             slots,
@@ -303,8 +304,9 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self._set_static_graph()
 
     def _reopen_board(self) -> None:
+        """Where the ranks of this group meet outside of collectives."""
         self._board = open_board(self.process_group)
-        self.reducer.watch = Watch(self._board, self.process_group.rank())
+        self._watch = Watch(self._board, self.process_group.rank())
 
     # ---------------------------------------------------------------- the plan
 
@@ -431,7 +433,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self._take_observed_order()
         digest = torch.tensor(list(bytes.fromhex(self.plan.digest)), dtype=torch.uint8, device=self.device)
         expected = digest.clone()
-        dist.broadcast(expected, group=self.process_group, group_src=0)
+        work = dist.broadcast(expected, group=self.process_group, group_src=0, async_op=True)
+        self.reducer.land(work, expected, "the comparison of plans after the first step")
         if not torch.equal(digest, expected):
             error = errors.Disagreement(
                 f"Rank {self.reducer.rank} lays its gradients out differently from rank 0 (plan {self.plan.digest}), "
@@ -548,6 +551,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             ignored=self.parameters_to_ignore,
             with_buffers=self.forward_sync_buffers,
             chunk_bytes=self.broadcast_bucket_size,
+            watch=self._watch,
         )
 
     # ---------------------------------------------------------------- communication hooks

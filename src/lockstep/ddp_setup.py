@@ -36,7 +36,8 @@ class Placement:
 # ---------------------------------------------------------------- process group
 
 
-def choose_process_group(process_group: Any, device_mesh: Any, module: nn.Module) -> dist.ProcessGroup:
+def choose_process_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
+    """The group to reduce over.  DTensor (tensor-parallel) parameters need no preparation: their local parts travel."""
     if process_group is not None and device_mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh is None:
@@ -46,8 +47,6 @@ def choose_process_group(process_group: Any, device_mesh: Any, module: nn.Module
             f"Only 1D device mesh is supported, but got {device_mesh}. Pass the data-parallel axis, for example "
             'device_mesh=mesh["dp"].'
         )
-    if torch_private.mesh_is_slice(device_mesh):
-        torch_private.localise_tensor_parallel_parameters(module)
     return device_mesh.get_group(mesh_dim=0)
 
 

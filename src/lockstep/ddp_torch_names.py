@@ -169,7 +169,8 @@ class TorchNames:
         )
 
     def _distributed_broadcast_coalesced(self, tensors: Any, buffer_size: int, authoritative_rank: int = 0) -> None:
-        broadcast_tensors(tensors, self.process_group, authoritative_rank, buffer_size)  # type: ignore[attr-defined]
+        ddp: Any = self
+        broadcast_tensors(tensors, ddp.process_group, authoritative_rank, buffer_size, ddp._watch)
 
     def _find_common_rank(self, input_rank: int, rank_cond: bool) -> int:
         """The highest rank for which ``rank_cond`` holds."""
@@ -320,6 +321,9 @@ class TorchNames:
             ddp.process_group = new_process_group
             ddp.reducer.use_process_group(new_process_group)
             ddp._reopen_board()
+            ddp.reducer.watch = ddp._watch
+            # Members of the new group may come from groups that have reduced more or less often.
+            ddp.backward.num_synced_passes = 0
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:
@@ -392,6 +396,7 @@ class TorchNames:
             "logger",
             "timeline",
             "_board",
+            "_watch",
             "_dist_autograd",
             "_precision",
             "_delayed",

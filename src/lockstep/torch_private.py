@@ -42,8 +42,6 @@ __all__ = [
     "in_backward",
     "in_backward_optimizer_handles",
     "inputs_to_device",
-    "localise_tensor_parallel_parameters",
-    "mesh_is_slice",
     "preserve_version_counter",
     "queue_backward_callback",
     "rank_not_in_group",
@@ -167,15 +165,3 @@ def in_backward_optimizer_handles(parameter: torch.Tensor) -> list[Any]:
     from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
     return list(param_to_optim_hook_handle_map.get(parameter, []))
-
-
-def mesh_is_slice(device_mesh: Any) -> bool:
-    """Whether a mesh is cut out of a larger one, so that other axes (tensor parallel) exist."""
-    return bool(device_mesh._get_root_mesh() != device_mesh)
-
-
-def localise_tensor_parallel_parameters(module: torch.nn.Module) -> None:
-    """torch's own preparation of a tensor-parallel module for data parallel on one axis of its mesh."""
-    from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
-
-    _pre_dp_module_transform(module)

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.agree.watch import Watch
 from lockstep.engine.bucket import local_tensor
 
 
 def broadcast_tensors(
-    tensors: Iterable[Tensor], process_group: dist.ProcessGroup, source: int, chunk_bytes: int
+    tensors: Iterable[Tensor], process_group: dist.ProcessGroup, source: int, chunk_bytes: int, watch: Watch
 ) -> None:
     """Copy ``tensors`` from group rank ``source`` to all ranks, packed by dtype and device into few messages."""
     chunks: list[tuple[list[Tensor], Tensor, Any]] = []
@@ -24,7 +25,10 @@ def broadcast_tensors(
             work = dist.broadcast(wire, group=process_group, group_src=source, async_op=True)
             chunks.append((members, flat, work))
         for members, flat, work in chunks:
-            work.wait()
+            if flat.device.type == "cpu":
+                watch.wait_work(work, lambda: f"the broadcast of the model's state from rank {source}")
+            else:
+                work.wait()
             for tensor, piece in zip(members, flat.split([t.numel() for t in members]), strict=True):
                 tensor.copy_(piece.view(tensor.shape))
 
@@ -51,9 +55,10 @@ def sync_module_states(
     ignored: set[str],
     with_buffers: bool,
     chunk_bytes: int,
+    watch: Watch,
 ) -> None:
     """Give every rank the parameters (and buffers) of group rank ``source``."""
     tensors: list[Tensor] = [p for name, p in module.named_parameters() if name not in ignored]
     if with_buffers:
         tensors += [b for name, b in module.named_buffers() if name not in ignored]
-    broadcast_tensors(tensors, process_group, source, chunk_bytes)
+    broadcast_tensors(tensors, process_group, source, chunk_bytes, watch)
