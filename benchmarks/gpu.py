@@ -25,6 +25,7 @@ from subjects import (
     ALONE,
     LOCKSTEP_DEFAULT,
     LOCKSTEP_GRID,
+    LOCKSTEP_VIEW,
     TORCH_DEFAULT,
     TORCH_GRID,
     TORCH_VIEW,
@@ -148,7 +149,7 @@ def step_time(wrappers: list[str], quick: bool) -> dict[str, Any]:
 
 
 def peak_memory(wrappers: list[str], quick: bool) -> dict[str, Any]:
-    subjects = [ALONE, TORCH_DEFAULT, TORCH_VIEW] + [LOCKSTEP_DEFAULT] * ("lockstep" in wrappers)
+    subjects = [ALONE, TORCH_DEFAULT, TORCH_VIEW] + [LOCKSTEP_DEFAULT, LOCKSTEP_VIEW] * ("lockstep" in wrappers)
     # A fresh process each: what an earlier subject leaves behind would be taken for this one's.
     peaks = {
         subject.name: run_ranks(
@@ -163,7 +164,7 @@ def peak_memory(wrappers: list[str], quick: bool) -> dict[str, Any]:
 
 
 def hooks_per_parameter(wrappers: list[str], quick: bool) -> dict[str, Any]:
-    subjects = [ALONE, TORCH_DEFAULT, TORCH_VIEW] + [LOCKSTEP_DEFAULT] * ("lockstep" in wrappers)
+    subjects = [ALONE, TORCH_DEFAULT, TORCH_VIEW] + [LOCKSTEP_DEFAULT, LOCKSTEP_VIEW] * ("lockstep" in wrappers)
     options = {
         "subjects": [subject.name for subject in subjects],
         "num_rounds": 10 if quick else 40,

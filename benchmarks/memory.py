@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ranks import run_ranks
-from subjects import ALONE, BY_NAME, LOCKSTEP_DEFAULT, TORCH_DEFAULT, TORCH_VIEW, lockstep_is_here
+from subjects import ALONE, BY_NAME, LOCKSTEP_DEFAULT, LOCKSTEP_VIEW, TORCH_DEFAULT, TORCH_VIEW, lockstep_is_here
 from tables import print_table
 
 MIB = 2**20
@@ -55,7 +55,7 @@ def memory(quick: bool) -> dict[str, Any]:
     if missing:
         print(f"lockstep is left out: {missing}")
     else:
-        subjects += [LOCKSTEP_DEFAULT]
+        subjects += [LOCKSTEP_DEFAULT, LOCKSTEP_VIEW]
     results: dict[str, Any] = {}
     for workload in ("mlp67m_batch4",) if quick else ("mlp67m_batch4", "mlp67m_batch1024"):
         peaks: dict[str, list[float]] = {subject.name: [] for subject in subjects}

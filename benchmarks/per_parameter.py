@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from ranks import run_ranks
-from subjects import ALONE, BY_NAME, LOCKSTEP_DEFAULT, TORCH_DEFAULT, TORCH_VIEW, lockstep_is_here
+from subjects import ALONE, BY_NAME, LOCKSTEP_DEFAULT, LOCKSTEP_VIEW, TORCH_DEFAULT, TORCH_VIEW, lockstep_is_here
 from tables import print_table
 from timing import Spread, spread_of, summarise
 
@@ -80,7 +80,7 @@ def _subjects(*others: Any) -> list[str]:
     missing = lockstep_is_here()
     if missing:
         print(f"lockstep is left out: {missing}")
-    return [s.name for s in others] + ([] if missing else [LOCKSTEP_DEFAULT.name])
+    return [s.name for s in others] + ([] if missing else [LOCKSTEP_DEFAULT.name, LOCKSTEP_VIEW.name])
 
 
 def hooks_per_parameter(quick: bool) -> dict[str, Any]:

@@ -53,6 +53,7 @@ ALONE = Subject("compute alone", "alone")
 TORCH_DEFAULT = Subject("torch default", "torch")
 TORCH_VIEW = Subject("torch view", "torch", {"gradient_as_bucket_view": True})
 LOCKSTEP_DEFAULT = Subject("lockstep default", "lockstep")
+LOCKSTEP_VIEW = Subject("lockstep view", "lockstep", {"gradient_as_bucket_view": True})
 
 # torch's settings that change its speed: the bucket size, views instead of copies, and a fixed graph.
 TORCH_GRID = [
@@ -70,7 +71,14 @@ TORCH_GRID = [
         for cap in (1, 4, 25)
     ),
 ]
-LOCKSTEP_GRID = [Subject(f"lockstep {cap} MiB", "lockstep", {"bucket_cap_mb": cap}) for cap in (1, 4, 25)]
+LOCKSTEP_GRID = [
+    LOCKSTEP_VIEW,
+    *(Subject(f"lockstep {cap} MiB", "lockstep", {"bucket_cap_mb": cap}) for cap in (1, 4)),
+    *(
+        Subject(f"lockstep {cap} MiB view", "lockstep", {"bucket_cap_mb": cap, "gradient_as_bucket_view": True})
+        for cap in (1, 4)
+    ),
+]
 BY_NAME = {s.name: s for s in [ALONE, TORCH_DEFAULT, LOCKSTEP_DEFAULT, *TORCH_GRID, *LOCKSTEP_GRID]}
 
 
