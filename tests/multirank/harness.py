@@ -29,10 +29,12 @@ import pytest
 DEFAULT_LIMIT_S = 90.0
 # What nearly every run needs, imported once in the server instead of once per rank. The compiler is here
 # because torch's own wrapper and its optimizers import it on first use.
-WARM_MODULES = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo")
+WARM_MODULES = ["torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo"]
 MAX_OUTPUT_CHARS = 6000
 
 SUBJECT = os.environ.get("LOCKSTEP_TEST_SUBJECT", "lockstep")
+if SUBJECT == "lockstep":
+    WARM_MODULES.append("lockstep")
 
 
 def subject_class() -> Any:

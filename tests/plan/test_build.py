@@ -128,9 +128,7 @@ def test_an_observed_order_is_followed(specs: list[ParameterSpec], random) -> No
 @given(parameter_lists().filter(lambda specs: any(s.num_bytes for s in specs)))
 def test_the_digest_tells_layouts_apart(specs: list[ParameterSpec]) -> None:
     plan = build_plan(specs)
-    changed = [
-        ParameterSpec(s.name, (*s.shape, 1), s.dtype, s.itemsize, s.device, s.stride, s.sparse) for s in specs
-    ]
+    changed = [ParameterSpec(s.name, (*s.shape, 1), s.dtype, s.itemsize, s.device, s.stride, s.sparse) for s in specs]
     assert build_plan(changed).digest != plan.digest
 
 
@@ -179,7 +177,8 @@ def test_a_plan_that_was_edited_is_refused() -> None:
 
 
 def test_the_table_names_buckets_bytes_and_parameters() -> None:
-    plan = build_plan([ParameterSpec(f"block.{i}.weight", (256,), "float32", 4) for i in range(5)], BucketCaps(2048, 2048))
+    specs = [ParameterSpec(f"block.{i}.weight", (256,), "float32", 4) for i in range(5)]
+    plan = build_plan(specs, BucketCaps(2048, 2048))
     text = str(plan)
     assert plan.digest[:12] in text
     assert "block.4.weight, block.3.weight" in text
