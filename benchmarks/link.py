@@ -21,10 +21,6 @@ class Link:
     addresses: list[str]
     interfaces: list[str]
 
-    def num_bytes_sent(self, host: int) -> int:
-        path = f"/sys/class/net/{self.interfaces[host]}/statistics/tx_bytes"
-        return int(_run(*self.prefixes[host], "cat", path))
-
 
 @contextmanager
 def link_between_two_hosts(rate: str = "1gbit") -> Iterator[Link]:
@@ -61,8 +57,7 @@ def link_between_two_hosts(rate: str = "1gbit") -> Iterator[Link]:
         subprocess.run(["ip", "link", "del", interfaces[0]], capture_output=True, check=False)
 
 
-def _run(*command: str) -> str:
+def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise LinkNotAllowed(f"`{' '.join(command)}` failed: {done.stderr.strip() or done.returncode}")
-    return done.stdout
