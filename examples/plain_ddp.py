@@ -20,7 +20,7 @@ def main() -> None:
     options = parser.parse_args()
 
     if "RANK" in os.environ:
-        dist.init_process_group()
+        dist.init_process_group("gloo")
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     rank, world = dist.get_rank(), dist.get_world_size()

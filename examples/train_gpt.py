@@ -98,16 +98,17 @@ def write_text(model: GPT, start: Tensor, num_symbols: int, generator: torch.Gen
 
 def join_world() -> torch.device:
     """Enter the launcher's process group, or a world of one; returns the device this rank computes on."""
-    if "RANK" in os.environ:
-        dist.init_process_group()
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available() and torch.cuda.device_count() >= num_local_ranks:
-        torch.cuda.set_device(local_rank)
-        return torch.device("cuda", local_rank)
-    return torch.device("cpu")
+        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return device
 
 
 # The run

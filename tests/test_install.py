@@ -135,20 +135,29 @@ def test_backend_of_a_bare_init_comes_from_the_launcher(
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("chosen", [None, "nccl"])
-def test_torchs_own_default_backend_is_kept_otherwise(chosen: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    if chosen is None:
-        monkeypatch.delenv("LOCKSTEP_BACKEND", raising=False)
-    else:
-        monkeypatch.setenv("LOCKSTEP_BACKEND", chosen)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="nccl needs a GPU")
+def test_nccl_from_the_launcher_still_serves_tensors_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_BACKEND", "nccl")
     lockstep.install()
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     try:
-        tensor = torch.ones(2)
-        dist.all_reduce(tensor)  # on the CPU, also where nccl was chosen for the GPUs
-        assert tensor.tolist() == [1.0, 1.0]
+        for device in ("cpu", "cuda"):
+            tensor = torch.ones(2, device=device)
+            dist.all_reduce(tensor)
+            assert tensor.tolist() == [1.0, 1.0]
     finally:
         dist.destroy_process_group()
+
+
+def test_torchs_own_default_backend_is_kept_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCKSTEP_BACKEND", raising=False)
+    configs = []
+    for change in (lockstep.uninstall, lockstep.install):
+        change()
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        configs.append(dist.get_backend_config())
+        dist.destroy_process_group()
+    assert configs[0] == configs[1]
 
 
 def test_a_class_taken_from_torch_wraps_and_trains_with_lockstep(tmp_path: Path) -> None:

@@ -82,9 +82,9 @@ def _with_default_backend(init_process_group: Callable[..., None]) -> Callable[.
     @functools.wraps(init_process_group)
     def init_with_default_backend(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
         chosen = os.environ.get("LOCKSTEP_BACKEND")
-        # For nccl, torch's own default is the better one: nccl for GPU tensors and gloo for those on the CPU.
-        if backend is None and kwargs.get("device_id") is None and chosen not in (None, "", "nccl"):
-            backend = chosen
+        if backend is None and kwargs.get("device_id") is None and chosen:
+            # Left to itself, torch gives a machine with GPUs no backend for tensors on the CPU.
+            backend = "cpu:gloo,cuda:nccl" if chosen == "nccl" else chosen
         init_process_group(backend, *args, **kwargs)
 
     return init_with_default_backend

@@ -99,8 +99,10 @@ def test_program_sees_what_python_itself_would_give(tmp_path: Path, words: list[
     assert json.loads(ours.output) == json.loads(plain.output)
 
 
+# The program imports torch, as training scripts do: torch has a say in how the interpreter ends.
 FAIL = """
     import sys
+    import torch
 
     def fail(error):
         raise error
@@ -131,7 +133,7 @@ def test_traceback_of_a_rank_shows_the_users_file_only(tmp_path: Path) -> None:
     script = write_script(tmp_path / "train.py", FAIL.replace("{}", "fail(ValueError('wrong'))"))
     done = run_command([*RUN, "--nproc", "1", script])
     assert done.exit_code == 1
-    assert f'File "{script}", line 6, in <module>' in done.errors
+    assert f'File "{script}", line 7, in <module>' in done.errors
     assert "ValueError: wrong" in done.errors
     assert "bootstrap" not in done.errors
     assert f"{script} FAILED" in done.errors

@@ -97,7 +97,12 @@ def launch(words: Sequence[str]) -> int:
 
 def prepare(words: Sequence[str]) -> argparse.Namespace:
     """Read and check the words; the result is what torchrun's ``run`` takes, plus ``program``."""
-    args = build_parser().parse_args(list(words))
+    parser = build_parser()
+    # Older torch has a port as the default, which would look like one that the user asked for.
+    usual_port = parser.get_default("master_port")
+    if "PET_MASTER_PORT" not in os.environ:
+        parser.set_defaults(master_port=None)
+    args = parser.parse_args(list(words))
     args.program = args.training_script
     if not args.module and not args.no_python and not os.path.exists(args.training_script):
         raise BadUse(f"no such script: {args.training_script!r}; give the path of a Python file, or -m and a module")
@@ -107,6 +112,8 @@ def prepare(words: Sequence[str]) -> argparse.Namespace:
     max_hosts = _max_hosts(args.nnodes)
     if max_hosts == 1 and not _names_a_rendezvous(args):
         args.standalone = True
+    if args.master_port is None:
+        args.master_port = usual_port
     if not args.no_install:
         _start_through_bootstrap(args)
     return args
