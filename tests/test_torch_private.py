@@ -130,6 +130,18 @@ def check_in_backward_optimizer_handles() -> None:
     assert private.in_backward_optimizer_handles(parameter)
 
 
+def check_in_reentrant_checkpoint() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    seen = []
+    layer = torch.nn.Linear(1, 1)
+    outside = torch.nn.Parameter(torch.ones(1))
+    layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(private.in_reentrant_checkpoint()))
+    outside.register_post_accumulate_grad_hook(lambda p: seen.append(private.in_reentrant_checkpoint()))
+    checkpoint(layer, outside * torch.ones(1), use_reentrant=True).sum().backward()
+    assert seen == [True, False]
+
+
 def check_inputs_to_device() -> None:
     args, kwargs = private.inputs_to_device((torch.zeros(1),), {"x": [torch.zeros(1)]}, torch.device("cpu"), False)
     assert args[0][0].device.type == kwargs[0]["x"][0].device.type == "cpu"

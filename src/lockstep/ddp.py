@@ -259,6 +259,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
         self._frozen = [p for p in self._module_parameters if not p.requires_grad]
         self._num_forwards = 0
+        self._num_plans = 0
         self._has_rebuilt_buckets = False
         self._lazy_init_ran = False
         self._ddp_sink_clone = True
@@ -266,6 +267,8 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._divide_by_initial_world_size = True
         self._delayed: DelayedReduction | None = None
         step_guard.watch(self.backward)
+        # The hooks on the parameters must not outlive the wrapper.
+        weakref.finalize(self, self.backward.detach)
         self._log_construction()
 
     def _delay(self, delayed: list[tuple[str, nn.Parameter]], trigger: nn.Parameter | None, init_sync: bool) -> None:
@@ -475,9 +478,24 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
                 self.logger.set_error_and_log(str(error))
                 raise error
         if {id(s.parameter) for s in slots} > {id(s.parameter) for s in self.reducer.slots}:
-            logger.info("Parameters were unfrozen; the plan now covers %d of them.", len(slots))
-            self._use_plan(slots)
-            self._frozen = [p for p in self._module_parameters if not p.requires_grad]
+            self._extend_plan(slots)
+
+    def _extend_plan(self, slots: list[Slot]) -> None:
+        """Parameters were unfrozen: plan anew with them, on all ranks or not at all."""
+        self._use_plan(slots)
+        self._frozen = [p for p in self._module_parameters if not p.requires_grad]
+        logger.info("Parameters were unfrozen; the plan now covers %d of them.", len(slots))
+        if self._board is None:
+            return
+        self._num_plans += 1
+        digests = self._board.gather(f"plan {self._num_plans}", self.plan.digest)
+        if len(set(digests.values())) > 1:
+            raise errors.Disagreement(
+                "Ranks unfroze different parameters:\n"
+                + errors.rank_table({r: f"plan {d}" for r, d in digests.items()})
+                + "\nFix: change requires_grad of the same parameters on every rank, before the same forward.",
+                digests,
+            )
 
     def _warn_functional_call(self, name: str) -> None:
         warnings.warn(

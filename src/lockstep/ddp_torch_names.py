@@ -21,6 +21,7 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from lockstep import ddp_setup as setup
 from lockstep import torch_private
+from lockstep.engine.grad_bucket import GradBucket
 from lockstep.engine.module_state import broadcast_tensors
 from lockstep.state_dict import rename_keys
 
@@ -186,19 +187,20 @@ class TorchNames:
     def _check_comm_hook(self, hook: Any) -> None:
         if not callable(hook):
             self._log_and_throw(TypeError, "Communication hook must be callable.")
-        signature = inspect.signature(hook)
+        try:
+            signature = inspect.signature(hook, eval_str=True)
+        except NameError:  # an annotation that cannot be resolved from here
+            signature = inspect.signature(hook)
         names = list(signature.parameters)
         if len(names) < 2:
             self._log_and_throw(
                 TypeError, f"A communication hook takes (state, bucket); {hook!r} takes {tuple(names)}."
             )
         bucket = signature.parameters.get("bucket", signature.parameters[names[1]])
-        if bucket.annotation not in (inspect.Parameter.empty, torch_private.GradBucket) and not isinstance(
-            bucket.annotation, str
-        ):
+        if bucket.annotation not in (inspect.Parameter.empty, Any, GradBucket, torch_private.GradBucket):
             self._log_and_throw(ValueError, "Communication hook: bucket annotation should be dist.GradBucket.")
         returns = signature.return_annotation
-        if returns not in (inspect.Signature.empty, torch.futures.Future[Tensor]) and not isinstance(returns, str):
+        if returns not in (inspect.Signature.empty, Any, torch.futures.Future, torch.futures.Future[Tensor]):
             self._log_and_throw(
                 ValueError,
                 "Communication hook: return annotation should be torch.futures.Future[torch.Tensor].",

@@ -156,6 +156,12 @@ def unfinished_reduction(
     static_graph: bool,
 ) -> UnfinishedReduction:
     """A window stayed open: the backward ended (or never ran to the end) before these parameters were ready."""
+    if not missing:
+        return UnfinishedReduction(
+            f"{_UNFINISHED_HEAD} On rank {rank} every parameter had its gradient, but waiting for the reduction was "
+            "interrupted (Ctrl-C, or a peer that failed), so the gradients are not all reduced.\n"
+            "Fix: call reset_sync_window() on the wrapper, on all ranks, and repeat the step."
+        )
     known = (
         f"Parameter indices which did not receive grad for rank {rank}: "
         + " ".join(str(place.position) for place in missing)
@@ -178,6 +184,12 @@ def unfinished_reduction(
 def optimizer_before_reduction(
     missing: Sequence[ParameterPlace], *, rank: int, num_parameters: int
 ) -> UnreducedGradients:
+    if not missing:
+        return UnreducedGradients(
+            f"Rank {rank}: the optimizer was about to step after a reduction that was interrupted. The step was "
+            "stopped before any weight changed.\n"
+            "Fix: call reset_sync_window() on the wrapper, on all ranks, and repeat the step."
+        )
     return UnreducedGradients(
         f"Rank {rank}: the optimizer was about to step while the gradients of this window are not reduced: "
         f"{len(missing)} of {num_parameters} parameters received no gradient in the last backward, so their buckets, "

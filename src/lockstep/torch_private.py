@@ -6,12 +6,14 @@ every two months; ``tests/test_torch_private.py`` fails by the name that moved.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch.autograd import Variable
 from torch.distributed.distributed_c10d import (
     AllreduceOptions,
@@ -41,6 +43,7 @@ __all__ = [
     "gradient_accumulator",
     "in_backward",
     "in_backward_optimizer_handles",
+    "in_reentrant_checkpoint",
     "inputs_to_device",
     "preserve_version_counter",
     "queue_backward_callback",
@@ -116,6 +119,20 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
     The engine offers no public hook for the end of a pass; torch's own FSDP uses this one.
     """
     Variable._execution_engine.queue_callback(callback)
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Whether the backward that is running was started by a reentrant activation checkpoint, inside another one.
+
+    The engine knows, but tells nobody; so the call stack of this thread is searched for the checkpoint's backward.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "backward" and code.co_filename == torch.utils.checkpoint.__file__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def in_backward() -> bool:

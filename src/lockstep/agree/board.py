@@ -45,6 +45,18 @@ class Board:
     def forget(self, key: str) -> None:
         self._store.set(self._full(key), "")
 
+    def gather(self, key: str, mine: str, timeout_seconds: float = 60.0) -> dict[int, str]:
+        """Every rank posts its value; all ranks return all of them."""
+        self.post(f"{key}/{self.rank}", mine)
+        keys = {f"{key}/{rank}": rank for rank in range(self.world)}
+        missing = self.wait_for(keys, monotonic() + timeout_seconds)
+        if missing:
+            late = [keys[name] for name in missing]
+            raise PeerLate(
+                f"Rank {self.rank} waited {timeout_seconds:g} s for rank(s) {late} to tell their {key}.", late
+            )
+        return {rank: self.read(name) or "" for name, rank in keys.items()}
+
     def from_rank_zero(self, key: str, mine: str, timeout_seconds: float = 60.0) -> str:
         """Rank 0 posts its value; all ranks return that one."""
         if self.rank == 0:

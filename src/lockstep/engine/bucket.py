@@ -109,6 +109,12 @@ class LiveBucket:
         self.skipped = False
         self.launched_ns = 0
 
+    def clear(self) -> None:
+        """Forget a launch."""
+        self.flat = self.flight = self.views_of_flat = None
+        self.gradients = []
+        self.num_adopted = 0
+
     @property
     def index(self) -> int:
         return self.spec.index

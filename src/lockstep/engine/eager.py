@@ -11,9 +11,11 @@ Under ``join()`` the forward decides, because ranks that have run out of data mu
 
 [Note: end of a pass]  Reentrant checkpoints run a backward inside the backward, and a callback queued in there fires
 when the inner one ends.  So the end of a pass only *finishes* a window whose buckets have all left; a window that is
-still short of parameters stays open for the outer pass, or for the user's next backward.  Where parameters may
-legitimately stay without a gradient (find_unused_parameters, static_graph), a hook on the outputs queues the
-callback in the outermost pass instead, whose end marks the rest as unused.
+still short of parameters stays open for the outer pass, or for the user's next backward.  In the second case what
+has left is collected, and the next pass launches nothing before its end, since it may add to any parameter; buckets
+it added to are sent again, which is right because averaging leaves alone what is equal on all ranks.  Where
+parameters may legitimately stay without a gradient (find_unused_parameters, static_graph), a hook on the outputs
+queues the callback in the outermost pass instead, whose end marks the rest as unused.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from torch.autograd.profiler import record_function
 
 from lockstep import errors, torch_private
 from lockstep.engine.bucket import LiveBucket, Slot
+from lockstep.engine.managers import register_manager
 from lockstep.engine.reducer import Reducer
 from lockstep.engine.used import find_tensors, parameters_reached_from
 from lockstep.engine.window import SyncWindow
@@ -69,6 +72,7 @@ class EagerBackward:
         self._post_backward_futures: list[torch.futures.Future[Any]] = []
         self._last_unused: frozenset[str] | None = None
         self._used_in_forward: set[int] | None = None
+        self._continues = self._left_open = False  # see [Note: end of a pass]
         self._lock = threading.RLock()
         self._handles: list[Any] = []
         self._pass_running = self._callback_queued = self._outermost_seen = self._syncs = self._fired = False
@@ -85,11 +89,16 @@ class EagerBackward:
     def attach(self) -> None:
         """Put the hooks on.  They sit on the parameter, so they survive ``.data`` and device changes."""
         self.detach()
+        self.reducer.shares_parameters = register_manager(self, [slot.parameter for slot in self.reducer.slots])
         is_multi_device = len({slot.parameter.device for slot in self.reducer.slots}) > 1
         on_gradient = self._on_gradient_locked if is_multi_device else self._on_gradient
         for slot in self.reducer.slots:
             hook = partial(on_gradient, slot)
             self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))
+
+    @property
+    def is_attached(self) -> bool:
+        return bool(self._handles)
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -159,6 +168,7 @@ class EagerBackward:
         if self._pass_running:
             return
         self._pass_running = True
+        self._continues = self.window.is_open and self._left_open
         self._pass_start = now()
         self._syncs = self._wants_sync()
         if self._syncs and not self.window.is_open:
@@ -182,9 +192,14 @@ class EagerBackward:
         try:
             if self.static_graph and not self._fired_for_the_last_time(slot):
                 return
-            if slot.ready:
+            if self._continues:
+                if not slot.ready:
+                    self.window.note_ready(slot)
+                self.window.mark_stale(slot.bucket)
+            elif slot.ready:
                 raise errors.ready_twice(slot.place, rank=self.reducer.rank, was_found_unused=slot.found_unused)
-            self.window.mark_ready(slot)
+            else:
+                self.window.mark_ready(slot)
         except Exception as error:
             self._tell_peers(error)
             raise
@@ -206,7 +221,7 @@ class EagerBackward:
             return
         self.reducer.launch(bucket, [self._gradient_of(slot) for slot in bucket.slots])
         self.reducer.adopt(bucket)
-        if self.after_bucket is not None:
+        if self.after_bucket is not None and not (self.finds_unused or self.static_graph):
             self._collect_landed(bucket)
 
     def _collect_landed(self, newest: LiveBucket) -> None:
@@ -221,18 +236,37 @@ class EagerBackward:
             end = now()
             self.reducer.timeline.record("backward", self._pass_start, end)
             if self._syncs and self.window.is_open:
-                if self._fired and self._rest_is_unused():
-                    with self._telling_peers():
-                        for slot in self.window.missing:
-                            self.window.mark_ready(slot, found_unused=True)
+                with self._telling_peers():
+                    self._settle_missing()
+                    self.window.launch_complete()
                 if self.window.all_launched:
                     self._finish_window()
+                elif not self._is_inner_pass():
+                    self._left_open = True
+                    self._collect_launched()
             else:
                 self.holds_local_gradients |= self._fired
+                self._used_in_forward = None
             is_over = not self.window.is_open
             self._reset_pass()
         if is_over and self.after_pass is not None:
             self.after_pass()
+
+    def _settle_missing(self) -> None:
+        """At the end of a pass: parameters that need not be waited for any longer count as ready."""
+        if not self._fired:
+            return
+        missing = self.window.missing
+        if self._rest_is_unused():
+            for slot in missing:
+                self.window.note_ready(slot, found_unused=True)
+        elif not self.static_graph and all(slot.dirty for slot in missing) and not self._is_inner_pass():
+            # All of them got their gradient in passes that did not synchronise.
+            for slot in missing:
+                self.window.note_ready(slot)
+
+    def _is_inner_pass(self) -> bool:
+        return torch_private.in_reentrant_checkpoint()
 
     def _rest_is_unused(self) -> bool:
         """Whether parameters that are not ready at the end of a pass count as unused (or as a missing gradient)."""
@@ -247,8 +281,16 @@ class EagerBackward:
 
     # ---------------------------------------------------------------- finish
 
+    def _collect_launched(self) -> None:
+        """The pass is over but the window is not: land what has left, so that a later pass may add to it."""
+        with self._telling_peers():
+            for bucket in self.reducer.buckets:
+                self._collect(bucket, None)
+
     def _finish_window(self) -> None:
         with self._telling_peers():
+            for bucket in self.window.take_stale():
+                self._launch(bucket)
             is_used = self._agree_on_used()
             if self.before_write_back is not None:
                 self._land_all()
@@ -261,7 +303,7 @@ class EagerBackward:
         self._used_in_forward = None
         self._note_unused()
         self.window.close()
-        self._just_learned = False
+        self._just_learned = self._left_open = False
         self.holds_local_gradients = False
         self.num_synced_passes += 1
         self.reducer.timeline.end_step()
@@ -300,11 +342,13 @@ class EagerBackward:
         counts = self.used_map.tolist()
         return lambda slot: counts[slot.position] > 0
 
-    def exchanges_used_map_next(self) -> bool:
-        """Whether the next window ends with an exchange of used parameters (a joined rank takes part in it)."""
-        if self.static_graph:
-            return not self.graph_is_learned
-        return self.finds_unused and not self.skips_unused_buckets
+    def agree_as_joined(self) -> Callable[[Slot], bool] | None:
+        """As a rank without data: take part in the exchange of used parameters, if the others have one now."""
+        self._just_learned = self.static_graph and not self.graph_is_learned
+        self.graph_is_learned = self.static_graph
+        is_used = self._agree_on_used()
+        self._just_learned = False
+        return is_used
 
     def local_used_map(self) -> Tensor:
         """1 for each parameter, in declaration order, that this rank has a new gradient for."""
@@ -328,11 +372,10 @@ class EagerBackward:
 
     def require_finished(self) -> None:
         """Raise if the last backward that synchronises left the window incomplete."""
-        missing = self.window.missing
-        if self.window.is_open and missing:
+        if self.window.is_open:
             with self._telling_peers():
                 raise errors.unfinished_reduction(
-                    [slot.place for slot in missing],
+                    [slot.place for slot in self.window.missing],
                     rank=self.reducer.rank,
                     num_parameters=len(self.reducer.slots),
                     finds_unused=self.finds_unused,
@@ -344,10 +387,9 @@ class EagerBackward:
     def reset(self) -> None:
         """Forget the current window, after an error in a backward that was caught."""
         for bucket in self.reducer.buckets:
-            bucket.flight = None
-            bucket.flat = None
-            bucket.gradients = []
+            bucket.clear()
         self.window.close()
+        self._left_open = False
         self._used_in_forward = None
         self._post_backward_futures = []
         self._reset_pass()

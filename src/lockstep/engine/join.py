@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import torch
-import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 
-from lockstep.engine.bucket import LiveBucket
 from lockstep.engine.eager import EagerBackward
 from lockstep.engine.reducer import Reducer
 
@@ -37,37 +35,37 @@ class MirrorHook(JoinHook):
         self._ddp: Joining = ddp
         ddp._divide_by_initial_world_size = divide_by_initial_world_size
         ddp.logger.values["join_uneven_inputs"] = 1
+        self._own_gradients: list[Tensor | None] | None = None
         super().__init__()
 
     def main_hook(self) -> None:
         """Mirror one iteration of the ranks that still have data."""
         ddp = self._ddp
         ddp.mirror_forward()
-        if not ddp.ask_whether_to_sync(has_joined=True):
-            return
-        mirror_buckets(ddp.reducer)
-        backward = ddp.backward
-        if backward.exchanges_used_map_next():
-            nothing = torch.zeros_like(backward.local_used_map())
-            ddp.reducer.land(
-                dist.all_reduce(nothing, group=ddp.reducer.process_group, async_op=True),
-                nothing,
-                "the exchange of used parameters (joined)",
-            )
-            backward.graph_is_learned = backward.static_graph
-        backward.num_synced_passes += 1
+        if ddp.ask_whether_to_sync(has_joined=True):
+            if self._own_gradients is None:
+                self._own_gradients = [slot.parameter.grad for slot in ddp.reducer.slots]
+            mirror_backward(ddp.reducer, ddp.backward)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All ranks have joined: everyone takes the model of one that trained to the end."""
+        if self._own_gradients is not None:  # what mirroring left in .grad is not this rank's
+            for slot, gradient in zip(self._ddp.reducer.slots, self._own_gradients, strict=True):
+                slot.parameter.grad = gradient
         self._ddp.sync_final_model(is_last_joiner)
 
 
-def mirror_buckets(reducer: Reducer) -> None:
-    """Contribute zeros to every bucket.  Launch all first, as the others do, then collect."""
-    flying: list[LiveBucket] = []
+def mirror_backward(reducer: Reducer, backward: EagerBackward) -> None:
+    """Contribute zeros to every bucket, in the order of the others: launch all, say what is used, collect.
+
+    The mean gradients are kept, because an optimizer that is part of the join (ZeRO) steps its share with them.
+    """
     for bucket in reducer.buckets:
         reducer.launch(bucket, [None] * len(bucket.slots))
-        flying.append(bucket)
-    for bucket in flying:
+    is_used = backward.agree_as_joined()
+    for bucket in reducer.buckets:
         reducer.collect(bucket)
-        bucket.flat, bucket.gradients = None, []
+        for slot in bucket.slots:
+            slot.parameter.grad = None
+        reducer.write_back(bucket, is_used)
+    backward.num_synced_passes += 1

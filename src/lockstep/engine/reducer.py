@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 
 from lockstep import errors, torch_private
 from lockstep.agree.watch import Watch
@@ -38,6 +39,17 @@ from lockstep.observe.timeline import Timeline, now
 from lockstep.plan import Plan
 
 CommHook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
+
+
+# torch's hooks that start one collective and nothing after it.
+_ONE_COLLECTIVE: frozenset[Any] = frozenset(
+    {
+        default_hooks.allreduce_hook,
+        default_hooks.fp16_compress_hook,
+        default_hooks.bf16_compress_hook,
+        debugging_hooks.noop_hook,
+    }
+)
 
 
 class GradOwnership(Enum):
@@ -69,10 +81,12 @@ class Reducer(ReducerTorchNames):
         self.comm_hook: CommHook | None = None
         self.comm_hook_state: Any = None
         self.comm_hook_name = ""
+        self.hook_keeps_order = False
         # None: the mean over the group. A number (set by join): what to divide by instead.
         self.divisor: float | None = None
         self.sparse_metadata: dict[str, Tensor] = {}
         self.num_buckets_reduced = 0
+        self.shares_parameters = False  # with another wrapper, see engine/managers.py
         self.use_plan(plan, slots)
         self.use_process_group(process_group)
 
@@ -109,6 +123,7 @@ class Reducer(ReducerTorchNames):
                 f"{self.comm_hook_name}; write one hook that does both, or build a new wrapper."
             )
         self.comm_hook, self.comm_hook_state, self.comm_hook_name = hook, state, name
+        self.hook_keeps_order = bool(getattr(hook, "keeps_order", False)) or hook in _ONE_COLLECTIVE
 
     # ---------------------------------------------------------------- launch
 
@@ -131,11 +146,12 @@ class Reducer(ReducerTorchNames):
         like = local_tensor(slots[0].parameter)
         if self.reduce_dtype is not None and like.is_floating_point():
             like = like.new_empty(0, dtype=self.reduce_dtype)
-        in_place = self._already_flat(bucket, like)
+        in_place = None if self.shares_parameters else self._already_flat(bucket, like)
         if in_place is not None:
             return in_place
         if bucket.all_row_major and self.ownership is not GradOwnership.PERSISTENT and _all_are(gradients, like.dtype):
-            return torch_private.flatten_dense(gradients)  # type: ignore[arg-type]
+            flat = torch_private.flatten_dense(gradients)  # type: ignore[arg-type]
+            return flat.clone() if len(gradients) == 1 else flat  # a tensor that is alone comes back as a view
         pieces = [flatten_gradient(g, slot, like) for g, slot in zip(gradients, slots, strict=True)]
         if self.ownership is not GradOwnership.PERSISTENT:
             return torch.cat(pieces)
@@ -203,6 +219,7 @@ class Reducer(ReducerTorchNames):
 
     def _start_hook(self, bucket: LiveBucket, flat: Tensor) -> Flight:
         assert self.comm_hook is not None
+        self._finish_previous_hook(bucket, flat)
         view = GradBucket(bucket, flat, is_last=bucket is self.buckets[-1])
         try:
             future = self.comm_hook(self.comm_hook_state, view)
@@ -215,6 +232,19 @@ class Reducer(ReducerTorchNames):
         if not (callable(getattr(future, "wait", None)) and callable(getattr(future, "then", None))):
             raise errors.bad_hook_result(self.comm_hook_name, type(future).__name__)
         return HookFlight(future, self.comm_hook_name)
+
+    def _finish_previous_hook(self, bucket: LiveBucket, flat: Tensor) -> None:
+        """On a backend whose follow-up collectives start in its own threads, hooks run one bucket after the other.
+
+        A hook may start another collective when its first one is done (PowerSGD does). With two buckets under way
+        these would start in a different order on each rank, and be paired up wrongly. A hook that starts all its
+        collectives at once, or orders them itself, says so by an attribute: ``hook.keeps_order = True``.
+        """
+        if bucket.index == 0 or not self._blocks_host(flat) or self.hook_keeps_order:
+            return
+        previous = self.buckets[bucket.index - 1]
+        if previous.flight is not None:
+            self.collect(previous)
 
     def _start_sparse(self, bucket: LiveBucket, flat: Tensor) -> Flight:
         divisor = float(self.world if self.divisor is None else self.divisor)
@@ -295,7 +325,7 @@ class Reducer(ReducerTorchNames):
     def adopt(self, bucket: LiveBucket) -> None:
         """Let .grad point into the flat buffer already while it travels, so that the unpacked gradients are freed."""
         flat = bucket.flat
-        if self.ownership is GradOwnership.OWN or bucket.is_sparse or flat is None:
+        if self.ownership is GradOwnership.OWN or self.shares_parameters or bucket.is_sparse or flat is None:
             return
         bucket.views_of_flat = bucket.views(flat.detach())
         for slot, gradient, view in zip(bucket.slots, bucket.gradients, bucket.views_of_flat, strict=True):
@@ -321,7 +351,7 @@ class Reducer(ReducerTorchNames):
         """
         flat, gradients, num_adopted = bucket.flat, bucket.gradients, bucket.num_adopted
         views = bucket.views_of_flat
-        bucket.flat, bucket.gradients, bucket.views_of_flat, bucket.num_adopted = None, [], None, 0
+        bucket.clear()
         if flat is None:
             return
         if num_adopted == len(bucket.slots):  # the usual case: every .grad points at its result already

@@ -23,11 +23,13 @@ class SyncWindow:
         self._next = 0
         # Names in the order gradients became ready in this window, for logging and for an observed plan.
         self.ready_order: list[Slot] = []
+        self._stale: list[LiveBucket] = []
 
     def open(self) -> None:
         self.is_open = True
         self._next = 0
         self.ready_order = []
+        self._stale = []
         for bucket in self._buckets:
             bucket.num_pending = len(bucket.slots)
             bucket.skipped = False
@@ -38,19 +40,38 @@ class SyncWindow:
             slot.num_fires = 0
 
     def mark_ready(self, slot: Slot, *, found_unused: bool = False) -> None:
-        """Count ``slot`` as ready; launch every bucket that is complete and whose turn it is.
+        """Count ``slot`` as ready; launch every bucket that is complete and whose turn it is."""
+        self.note_ready(slot, found_unused=found_unused)
+        if slot.bucket.num_pending == 0:
+            self.launch_complete()
 
-        Buckets leave strictly in plan order, because every rank must issue the same collectives in the same order.
-        """
+    def note_ready(self, slot: Slot, *, found_unused: bool = False) -> None:
+        """Count ``slot`` as ready and launch nothing yet."""
         assert not slot.ready
         slot.ready = True
         slot.found_unused = found_unused
         if not found_unused:
             self.ready_order.append(slot)
         slot.bucket.num_pending -= 1
+
+    def launch_complete(self) -> None:
+        """Launch the complete buckets whose turn it is.
+
+        Buckets leave strictly in plan order, because every rank must issue the same collectives in the same order.
+        """
         while self._next < len(self._buckets) and self._buckets[self._next].num_pending == 0:
             self._next += 1
             self._launch(self._buckets[self._next - 1])
+
+    def mark_stale(self, bucket: LiveBucket) -> None:
+        """A later pass added to a parameter of ``bucket``: if it has left already, it must leave once more."""
+        if bucket.index < self._next and bucket not in self._stale:
+            self._stale.append(bucket)
+
+    def take_stale(self) -> list[LiveBucket]:
+        """Buckets to send again, in plan order."""
+        stale, self._stale = sorted(self._stale, key=lambda bucket: bucket.index), []
+        return stale
 
     @property
     def all_launched(self) -> bool:

@@ -43,3 +43,7 @@ def bf16_hook(state: Bf16State, bucket: dist.GradBucket) -> Future[torch.Tensor]
         return buffer.copy_(rounded)
 
     return work.get_future().then(restore)
+
+
+# All its collectives start in the same order on every rank, so buckets may be under way together.
+bf16_hook.keeps_order = True  # type: ignore[attr-defined]

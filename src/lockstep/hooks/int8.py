@@ -277,3 +277,7 @@ def _zero_residuals(buffer: torch.Tensor, layout: ShardLayout) -> dict[str, torc
 
 def _zeros(buffer: torch.Tensor, num_elements: int) -> torch.Tensor:
     return torch.zeros(num_elements, dtype=torch.float32, device=buffer.device)
+
+
+# All its collectives start in the same order on every rank, so buckets may be under way together.
+int8_hook.keeps_order = True  # type: ignore[attr-defined]

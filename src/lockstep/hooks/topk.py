@@ -129,3 +129,7 @@ def _unpack(row: torch.Tensor, layout: ChunkLayout, dtype: torch.dtype) -> tuple
     values = row[:values_end].view(dtype)
     places = row[values_end:places_end].view(torch.int16).to(torch.int64)
     return values.view(layout.num_chunks, -1), places.view(layout.num_chunks, -1)
+
+
+# All its collectives start in the same order on every rank, so buckets may be under way together.
+topk_hook.keeps_order = True  # type: ignore[attr-defined]

@@ -1,0 +1,123 @@
+"""Windows that span several backward passes, and wrappers that come and go."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.multirank.harness import lockstep_only, run_ranks
+
+pytestmark = [pytest.mark.multirank, lockstep_only]
+
+ROWS = 3
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.trunk = nn.Linear(4, 6)
+        self.head_a = nn.Linear(6, 2)
+        self.head_b = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(self.trunk(x))
+        return self.head_a(x), self.head_b(x)
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(ROWS * dist.get_world_size(), 4, generator=torch.Generator().manual_seed(step))
+
+
+def mine(x: Tensor) -> Tensor:
+    return x[dist.get_rank() * ROWS : (dist.get_rank() + 1) * ROWS]
+
+
+def losses(outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    a, b = outputs
+    return a.pow(2).mean(), b.abs().mean()
+
+
+def assert_same_gradients(module: nn.Module, reference: nn.Module) -> None:
+    for (name, p), q in zip(module.named_parameters(), reference.named_parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q[1].grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def one_backward_per_loss(bucket_cap_mb: float, ownership: bool | None) -> None:
+    """Two backward passes share the trunk: the first misses one head, the second adds to what has left already."""
+    import lockstep
+
+    module, reference = TwoHeads(), TwoHeads()
+    ddp = lockstep.DDP(module, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=ownership)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, reference)]
+    for step in range(3):
+        x = batch(step)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+        first, second = losses(ddp(mine(x)))
+        second.backward(retain_graph=True)
+        first.backward()
+        sum(losses(reference(x))).backward()
+        assert_same_gradients(module, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("ownership", [None, True, False], ids=["alias", "persistent", "own"])
+@pytest.mark.parametrize("bucket_cap_mb", [0.00001, 25], ids=["one parameter per bucket", "one bucket"])
+def test_two_partial_backward_passes_make_one_window(bucket_cap_mb: float, ownership: bool | None) -> None:
+    run_ranks(3, one_backward_per_loss, bucket_cap_mb, ownership)
+
+
+def rewrap() -> None:
+    """A wrapper that is gone leaves no hooks: no second reduction, no warning about its gradients."""
+    import lockstep
+
+    module, reference = TwoHeads(), TwoHeads()
+    first = lockstep.DDP(module)
+    sum(losses(first(mine(batch(0))))).backward()
+    del first
+    gc.collect()
+    module.zero_grad()
+    assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
+    second = lockstep.DDP(module)
+    optimizer = torch.optim.SGD(second.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sum(losses(second(mine(batch(1))))).backward()
+        optimizer.step()
+    sum(losses(reference(batch(1)))).backward()
+    assert_same_gradients(module, reference)
+
+
+def test_a_module_can_be_wrapped_again() -> None:
+    run_ranks(2, rewrap)
+
+
+def unfreeze_on_one_rank() -> str:
+    import lockstep
+
+    module = TwoHeads()
+    module.head_b.requires_grad_(False)
+    ddp = lockstep.DDP(module)
+    sum(losses(ddp(mine(batch(0))))).backward()
+    module.head_b.requires_grad_(True)
+    if dist.get_rank() == 1:
+        module.head_b.bias.requires_grad_(False)
+    try:
+        ddp(mine(batch(1)))
+    except lockstep.errors.Disagreement as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_unfreeze_different_parameters_are_told() -> None:
+    first, second = run_ranks(2, unfreeze_on_one_rank)
+    assert first == second
+    assert "unfroze different parameters" in first
+    assert "rank 1" in first
