@@ -31,7 +31,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default
 
 from lockstep import errors, torch_private
 from lockstep.agree.watch import Watch
-from lockstep.engine.bucket import LiveBucket, Slot, flatten_gradient, is_dense, local_tensor
+from lockstep.engine.bucket import LiveBucket, Slot, flatten_gradient, local_tensor
 from lockstep.engine.flight import Flight, HookFlight, NoFlight, WorkFlight, gather_sparse_sum
 from lockstep.engine.grad_bucket import GradBucket
 from lockstep.engine.reducer_torch_names import ReducerTorchNames
@@ -146,6 +146,7 @@ class Reducer(ReducerTorchNames):
         like = local_tensor(slots[0].parameter)
         if self.reduce_dtype is not None and like.is_floating_point():
             like = like.new_empty(0, dtype=self.reduce_dtype)
+        bucket.num_adopted = 0
         in_place = None if self.shares_parameters else self._already_flat(bucket, like)
         if in_place is not None:
             return in_place
@@ -167,26 +168,28 @@ class Reducer(ReducerTorchNames):
         True for gradients that were zeroed in place since the last window, and for a parameter that is alone.
         """
         first = bucket.gradients[0]
-        if first is None or first.dtype != like.dtype or first.requires_grad or bucket.slots[0].is_dtensor:
+        if first is None or first.requires_grad or bucket.slots[0].is_dtensor:
             return None
-        num_elements = sum(bucket.sizes)
-        if num_elements == 0 or first.untyped_storage().nbytes() != num_elements * like.element_size():
-            return None
-        base = first.untyped_storage().data_ptr()
-        if bucket.persistent is not None and base != bucket.persistent.untyped_storage().data_ptr():
-            return None
-        if self.ownership is GradOwnership.PERSISTENT and bucket.persistent is None:
-            return None
+        base, itemsize, dtype = first.data_ptr(), like.element_size(), like.dtype
         for slot, gradient in zip(bucket.slots, bucket.gradients, strict=True):
             if (
                 gradient is None
-                or gradient.data_ptr() != base + slot.offset * like.element_size()
+                or gradient.data_ptr() != base + slot.offset * itemsize
+                or gradient.dtype is not dtype
                 or gradient.stride() != slot.stride
-                or gradient.dtype != like.dtype
-                or not (slot.is_dense_row_major or is_dense(gradient))
             ):
                 return None
-        return first.detach().as_strided((num_elements,), (1,), 0)
+        num_elements = bucket.spec.num_elements
+        if self.ownership is GradOwnership.PERSISTENT:
+            if bucket.persistent is None or base != bucket.persistent.data_ptr():
+                return None
+        elif len(bucket.slots) > 1:
+            # Neighbours in memory may still be separate allocations.
+            room = first.untyped_storage().nbytes() - first.storage_offset() * itemsize
+            if room < num_elements * itemsize:
+                return None
+        bucket.num_adopted = len(bucket.slots)
+        return first.detach().as_strided((num_elements,), (1,))
 
     def _pack_sparse(self, bucket: LiveBucket) -> Tensor:
         (slot,), (gradient,) = bucket.slots, bucket.gradients
@@ -211,7 +214,9 @@ class Reducer(ReducerTorchNames):
             return NoFlight()
         op = dist.ReduceOp.AVG
         if self.divisor is not None or not self._averages(flat):
-            flat.div_(self.world if self.divisor is None else self.divisor)
+            divisor = self.world if self.divisor is None else self.divisor
+            if divisor != 1:
+                flat.div_(divisor)
             op = dist.ReduceOp.SUM
         wire = torch.view_as_real(flat) if flat.is_complex() else flat
         work = torch_private.all_reduce(self.process_group, wire, op)
@@ -274,6 +279,8 @@ class Reducer(ReducerTorchNames):
 
         gloo adds up first and divides then, so a sum of fp16 gradients could overflow there.
         """
+        if self.world == 1:
+            return False  # nothing to divide, and a backend's mean would still read and write the buffer once
         backend = self.backend(flat.device)
         if backend == "gloo":
             return flat.dtype != torch.float16 and not flat.is_complex()
@@ -325,7 +332,9 @@ class Reducer(ReducerTorchNames):
     def adopt(self, bucket: LiveBucket) -> None:
         """Let .grad point into the flat buffer already while it travels, so that the unpacked gradients are freed."""
         flat = bucket.flat
-        if self.ownership is GradOwnership.OWN or self.shares_parameters or bucket.is_sparse or flat is None:
+        if bucket.num_adopted or bucket.is_sparse or flat is None:
+            return  # the gradients are the flat buffer as they lie, or there is none
+        if self.ownership is GradOwnership.OWN or self.shares_parameters:
             return
         bucket.views_of_flat = bucket.views(flat.detach())
         for slot, gradient, view in zip(bucket.slots, bucket.gradients, bucket.views_of_flat, strict=True):
