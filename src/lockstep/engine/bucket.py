@@ -12,6 +12,10 @@ from lockstep import torch_private
 from lockstep.errors import ParameterPlace
 from lockstep.plan import Bucket
 
+# On the CPU, gradients of this size and more move into the flat buffer as soon as they are there. Freed one by one,
+# their memory is used again for the next gradient; freed bucket by bucket, it becomes holes in the heap.
+STAGE_BYTES = 64 * 1024
+
 
 class Slot:
     """One parameter's place in its bucket, and what happened to it in the current window."""
@@ -32,6 +36,7 @@ class Slot:
         "position",
         "ready",
         "shape",
+        "stages_early",
         "stride",
     )
 
@@ -46,6 +51,7 @@ class Slot:
         self.stride = local.stride()
         self.num_elements = local.numel()
         self.is_dense_row_major = local.is_contiguous()
+        self.stages_early = False
         self.bucket: LiveBucket
         self.offset = 0
         # Holds a gradient that no reduction has seen yet (set by every backward, cleared by a reduction).
@@ -80,6 +86,7 @@ class LiveBucket:
         "skipped",
         "slots",
         "spec",
+        "staging",
         "views_of_flat",
     )
 
@@ -91,6 +98,12 @@ class LiveBucket:
         for slot, offset in zip(slots, spec.offsets, strict=True):
             slot.bucket = self
             slot.offset = offset
+            slot.stages_early = (
+                len(slots) > 1
+                and slot.parameter.device.type == "cpu"
+                and not slot.is_dtensor
+                and slot.num_elements * slot.parameter.element_size() >= STAGE_BYTES
+            )
         # The same words in traces as in the code and the reports.
         self.launch_name = f"lockstep::launch bucket {spec.index}"
         self.collect_name = f"lockstep::collect bucket {spec.index}"
@@ -101,6 +114,7 @@ class LiveBucket:
         )
         self.views_of_flat: list[Tensor] | None = None
         self.num_adopted = 0  # gradients that point into the flat buffer
+        self.staging: Tensor | None = None  # the flat buffer, while it is filled before the launch
         self.num_pending = len(self.slots)
         self.flat: Tensor | None = None
         self.persistent: Tensor | None = None
@@ -111,7 +125,7 @@ class LiveBucket:
 
     def clear(self) -> None:
         """Forget a launch."""
-        self.flat = self.flight = self.views_of_flat = None
+        self.flat = self.flight = self.views_of_flat = self.staging = None
         self.gradients = []
         self.num_adopted = 0
 

@@ -199,6 +199,8 @@ class EagerBackward:
             elif slot.ready:
                 raise errors.ready_twice(slot.place, rank=self.reducer.rank, was_found_unused=slot.found_unused)
             else:
+                if slot.stages_early:
+                    self.reducer.stage(slot, self._gradient_of(slot))
                 self.window.mark_ready(slot)
         except Exception as error:
             self._tell_peers(error)

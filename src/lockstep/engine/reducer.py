@@ -141,26 +141,69 @@ class Reducer(ReducerTorchNames):
         self.timeline.record("pack", start, packed, bucket.index)
         return flat
 
-    def _pack(self, bucket: LiveBucket) -> Tensor:
-        slots, gradients = bucket.slots, bucket.gradients
-        like = local_tensor(slots[0].parameter)
+    def stage(self, slot: Slot, gradient: Tensor | None) -> None:
+        """Move a large gradient into its place in the flat buffer before the bucket is complete (see STAGE_BYTES)."""
+        if gradient is None or gradient.requires_grad or self.ownership is GradOwnership.OWN or self.shares_parameters:
+            return
+        like = self._travels_like(slot)
+        num_bytes = slot.num_elements * gradient.element_size()
+        if gradient.dtype is not like.dtype or gradient.untyped_storage().nbytes() > num_bytes:
+            return  # the second: it lies in a flat buffer already, since it was zeroed in place
+        bucket = slot.bucket
+        with torch.no_grad():
+            if bucket.staging is None:
+                bucket.staging = self._buffer_for(bucket, like)
+            piece = bucket.staging.narrow(0, slot.offset, slot.num_elements)
+            view = piece.view(slot.shape) if slot.is_dense_row_major else piece.as_strided(slot.shape, slot.stride)
+            gradient.data = view.copy_(gradient)
+
+    def _buffer_for(self, bucket: LiveBucket, like: Tensor) -> Tensor:
+        if self.ownership is not GradOwnership.PERSISTENT:
+            return like.new_empty(bucket.spec.num_elements)
+        if bucket.persistent is None:
+            bucket.persistent = like.new_empty(bucket.spec.num_elements)
+        return bucket.persistent
+
+    def _travels_like(self, slot: Slot) -> Tensor:
+        """A tensor of the dtype and on the device that this parameter's gradient travels in."""
+        like = local_tensor(slot.parameter)
         if self.reduce_dtype is not None and like.is_floating_point():
             like = like.new_empty(0, dtype=self.reduce_dtype)
+        return like
+
+    def _pack(self, bucket: LiveBucket) -> Tensor:
+        slots, gradients = bucket.slots, bucket.gradients
+        like = self._travels_like(slots[0])
         bucket.num_adopted = 0
         in_place = None if self.shares_parameters else self._already_flat(bucket, like)
         if in_place is not None:
             return in_place
+        if bucket.staging is not None:
+            return self._fill_staging(bucket, bucket.staging)
         if bucket.all_row_major and self.ownership is not GradOwnership.PERSISTENT and _all_are(gradients, like.dtype):
             flat = torch_private.flatten_dense(gradients)  # type: ignore[arg-type]
             return flat.clone() if len(gradients) == 1 else flat  # a tensor that is alone comes back as a view
         pieces = [flatten_gradient(g, slot, like) for g, slot in zip(gradients, slots, strict=True)]
         if self.ownership is not GradOwnership.PERSISTENT:
             return torch.cat(pieces)
-        if bucket.persistent is None:
-            bucket.persistent = like.new_empty(sum(bucket.sizes))
-        home = bucket.persistent.untyped_storage().data_ptr()
+        buffer = self._buffer_for(bucket, like)
+        home = buffer.untyped_storage().data_ptr()
         pieces = [p.clone() if p.untyped_storage().data_ptr() == home else p for p in pieces]
-        return torch.cat(pieces, out=bucket.persistent)
+        return torch.cat(pieces, out=buffer)
+
+    def _fill_staging(self, bucket: LiveBucket, staging: Tensor) -> Tensor:
+        """Copy in what was not staged one by one."""
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+        for gradient, view in zip(bucket.gradients, bucket.views(staging), strict=True):
+            if gradient is None:
+                view.zero_()
+            elif gradient.data_ptr() != view.data_ptr():
+                sources.append(local_tensor(gradient).detach())
+                targets.append(view)
+        if sources:
+            torch_private.foreach_copy(targets, sources)
+        return staging
 
     def _already_flat(self, bucket: LiveBucket, like: Tensor) -> Tensor | None:
         """The gradients as they lie, where they already form this bucket's flat buffer: nothing to pack then.
