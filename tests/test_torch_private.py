@@ -108,6 +108,12 @@ def check_foreach_copy() -> None:
     assert [t.sum().item() for t in target] == [2.0, 1.0]
 
 
+def check_foreach_mul() -> None:
+    tensors = [torch.ones(2), torch.ones(1)]
+    private.foreach_mul(tensors, 0.5)
+    assert [t.sum().item() for t in tensors] == [1.0, 0.5]
+
+
 def check_gradient_accumulator() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     assert private.gradient_accumulator(parameter).variable is parameter
@@ -194,6 +200,7 @@ def test_every_name_has_a_reason() -> None:
         "default_store",
         "flatten_dense",
         "foreach_copy",
+        "foreach_mul",
         "inputs_to_device",
         "rank_not_in_group",
         "unflatten_dense",

@@ -40,6 +40,7 @@ __all__ = [
     "dtensor_like",
     "flatten_dense",
     "foreach_copy",
+    "foreach_mul",
     "gradient_accumulator",
     "in_backward",
     "in_backward_optimizer_handles",
@@ -70,8 +71,9 @@ inputs_to_device: Callable[..., Any] = _to_kwargs
 cast_forward_inputs: Callable[..., Any] = _cast_forward_inputs
 
 
-# One kernel for many copies; torch has no public name for it.
+# One kernel for many copies, and for many products; torch has no public names for them.
 foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = torch._foreach_copy_
+foreach_mul: Callable[[list[torch.Tensor], float], Any] = torch._foreach_mul_
 
 # All tensors as one flat copy, and a flat tensor as views in given shapes: one call each instead of one per tensor.
 flatten_dense: Callable[[list[torch.Tensor]], torch.Tensor] = torch._C._nn.flatten_dense_tensors

@@ -18,12 +18,12 @@ ROWS = 3
 
 
 class TwoHeads(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 6) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.trunk = nn.Linear(4, 6)
-        self.head_a = nn.Linear(6, 2)
-        self.head_b = nn.Linear(6, 2)
+        self.trunk = nn.Linear(4, width)
+        self.head_a = nn.Linear(width, width)
+        self.head_b = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = torch.tanh(self.trunk(x))
@@ -48,11 +48,11 @@ def assert_same_gradients(module: nn.Module, reference: nn.Module) -> None:
         torch.testing.assert_close(p.grad, q[1].grad, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def one_backward_per_loss(bucket_cap_mb: float, ownership: bool | None) -> None:
+def one_backward_per_loss(bucket_cap_mb: float, ownership: bool | None, width: int) -> None:
     """Two backward passes share the trunk: the first misses one head, the second adds to what has left already."""
     import lockstep
 
-    module, reference = TwoHeads(), TwoHeads()
+    module, reference = TwoHeads(width), TwoHeads(width)
     ddp = lockstep.DDP(module, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=ownership)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, reference)]
     for step in range(3):
@@ -70,8 +70,9 @@ def one_backward_per_loss(bucket_cap_mb: float, ownership: bool | None) -> None:
 
 @pytest.mark.parametrize("ownership", [None, True, False], ids=["alias", "persistent", "own"])
 @pytest.mark.parametrize("bucket_cap_mb", [0.00001, 25], ids=["one parameter per bucket", "one bucket"])
-def test_two_partial_backward_passes_make_one_window(bucket_cap_mb: float, ownership: bool | None) -> None:
-    run_ranks(3, one_backward_per_loss, bucket_cap_mb, ownership)
+@pytest.mark.parametrize("width", [6, 150], ids=["small", "staged"])  # 150 x 150 floats are staged one by one
+def test_two_partial_backward_passes_make_one_window(bucket_cap_mb: float, ownership: bool | None, width: int) -> None:
+    run_ranks(3, one_backward_per_loss, bucket_cap_mb, ownership, width)
 
 
 def rewrap() -> None:

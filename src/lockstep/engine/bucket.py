@@ -26,6 +26,7 @@ class Slot:
         "expected_fires",
         "found_unused",
         "is_dense_row_major",
+        "is_divided",
         "is_dtensor",
         "name",
         "num_elements",
@@ -57,6 +58,7 @@ class Slot:
         # Holds a gradient that no reduction has seen yet (set by every backward, cleared by a reduction).
         self.dirty = False
         self.ready = False
+        self.is_divided = False  # the gradient was divided on its way into the flat buffer
         self.found_unused = False
         self.num_fires = 0
         self.expected_fires: int | None = None
@@ -126,6 +128,8 @@ class LiveBucket:
     def clear(self) -> None:
         """Forget a launch."""
         self.flat = self.flight = self.views_of_flat = self.staging = None
+        for slot in self.slots:
+            slot.is_divided = False
         self.gradients = []
         self.num_adopted = 0
 

@@ -288,6 +288,7 @@ class EagerBackward:
         with self._telling_peers():
             for bucket in self.reducer.buckets:
                 self._collect(bucket, None)
+                self.reducer.unstage(bucket)
 
     def _finish_window(self) -> None:
         with self._telling_peers():
@@ -389,6 +390,8 @@ class EagerBackward:
     def reset(self) -> None:
         """Forget the current window, after an error in a backward that was caught."""
         for bucket in self.reducer.buckets:
+            if bucket.flight is None:
+                self.reducer.unstage(bucket)
             bucket.clear()
         self.window.close()
         self._left_open = False

@@ -132,7 +132,12 @@ class Reducer(ReducerTorchNames):
         start = now()
         bucket.gradients = list(gradients)
         with torch.no_grad(), torch_private.RecordFunction(bucket.launch_name):
-            flat = self._pack_sparse(bucket) if bucket.is_sparse else self._pack(bucket)
+            if bucket.is_sparse:
+                flat = self._pack_sparse(bucket)
+            else:
+                flat = self._pack(bucket)
+                if self._divides_first(flat):
+                    self._divide(bucket, flat)
             bucket.flat = flat
             packed = now()
             bucket.flight = self.start(bucket, flat)
@@ -155,7 +160,20 @@ class Reducer(ReducerTorchNames):
                 bucket.staging = self._buffer_for(bucket, like)
             piece = bucket.staging.narrow(0, slot.offset, slot.num_elements)
             view = piece.view(slot.shape) if slot.is_dense_row_major else piece.as_strided(slot.shape, slot.stride)
-            gradient.data = view.copy_(gradient)
+            if self._divides_first(view):
+                torch.mul(gradient, self._factor, out=view)
+                slot.is_divided = True
+            else:
+                view.copy_(gradient)
+            gradient.data = view
+
+    def unstage(self, bucket: LiveBucket) -> None:
+        """The bucket does not leave in this pass after all: undo the division, since a later pass may add to it."""
+        for slot in bucket.slots:
+            if slot.is_divided and slot.parameter.grad is not None:
+                slot.parameter.grad.div_(self._factor)
+            slot.is_divided = False
+        bucket.staging = None
 
     def _buffer_for(self, bucket: LiveBucket, like: Tensor) -> Tensor:
         if self.ownership is not GradOwnership.PERSISTENT:
@@ -255,12 +273,7 @@ class Reducer(ReducerTorchNames):
             return self._start_sparse(bucket, flat)
         if flat.numel() == 0:
             return NoFlight()
-        op = dist.ReduceOp.AVG
-        if self.divisor is not None or not self._averages(flat):
-            divisor = self.world if self.divisor is None else self.divisor
-            if divisor != 1:
-                flat.div_(divisor)
-            op = dist.ReduceOp.SUM
+        op = dist.ReduceOp.SUM if self._divides_first(flat) else dist.ReduceOp.AVG
         wire = torch.view_as_real(flat) if flat.is_complex() else flat
         work = torch_private.all_reduce(self.process_group, wire, op)
         return WorkFlight(work, self._blocks_host(flat))
@@ -317,17 +330,37 @@ class Reducer(ReducerTorchNames):
 
         return WorkFlight(work, self._blocks_host(dense), after=as_sparse)
 
-    def _averages(self, flat: Tensor) -> bool:
-        """Whether the backend's own mean is as safe as dividing first.
+    @property
+    def _factor(self) -> float:
+        return 1.0 / (self.world if self.divisor is None else self.divisor)
 
-        gloo adds up first and divides then, so a sum of fp16 gradients could overflow there.
+    def _divides_first(self, flat: Tensor) -> bool:
+        """Whether gradients are divided here and summed by the backend, instead of averaged by the backend.
+
+        The same on all ranks, since it must be the same operation.  gloo's mean is a sum and then a pass over the
+        buffer in its own thread; on the CPU the division costs nothing while gradients move into the flat buffer.
+        gloo's sum of fp16 gradients could also overflow.  A hook gets gradients undivided.
         """
-        if self.world == 1:
-            return False  # nothing to divide, and a backend's mean would still read and write the buffer once
+        if self.comm_hook is not None:
+            return False
+        if self.divisor is not None or self.world == 1 or flat.is_complex():
+            return True
         backend = self.backend(flat.device)
         if backend == "gloo":
-            return flat.dtype != torch.float16 and not flat.is_complex()
-        return backend == "nccl" and not flat.is_complex()
+            return flat.device.type == "cpu" or flat.dtype == torch.float16
+        return backend != "nccl"
+
+    def _divide(self, bucket: LiveBucket, flat: Tensor) -> None:
+        """Divide what was not divided while it was staged."""
+        factor = self._factor
+        if factor == 1.0:
+            return
+        undivided = [not slot.is_divided for slot in bucket.slots]
+        if all(undivided):
+            flat.mul_(factor)
+        elif any(undivided):
+            views = bucket.views(flat)
+            torch_private.foreach_mul([v for v, is_left in zip(views, undivided, strict=True) if is_left], factor)
 
     def _blocks_host(self, flat: Tensor) -> bool:
         return self.backend(flat.device) in ("gloo", "mpi", "ucc")

@@ -41,7 +41,7 @@ def build_plan(
             continue
         kind = (spec.dtype, spec.device)
         cap = caps.cap_for(num_closed.get(kind, 0))
-        if kind in open_buckets and open_bytes[kind] + spec.num_bytes > cap:
+        if kind in open_buckets and not caps.fits(open_bytes[kind], spec.num_bytes, cap):
             closed.append(open_buckets.pop(kind))
             num_closed[kind] = num_closed.get(kind, 0) + 1
         open_bytes[kind] = spec.num_bytes + (open_bytes[kind] if kind in open_buckets else 0)

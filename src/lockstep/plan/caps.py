@@ -34,6 +34,15 @@ class BucketCaps:
         cap = _positive_bytes("bucket_cap_mb", cap_mb)
         return cls(cap_bytes=cap, first_cap_bytes=cap)
 
+    @staticmethod
+    def fits(open_bytes: int, more_bytes: int, cap: int) -> bool:
+        """Whether a bucket that holds ``open_bytes`` may take ``more_bytes`` under ``cap``.
+
+        A cap may be overshot by an eighth, and crumbs ride along with whatever comes next: otherwise a bias between
+        two matrices of the cap's size would travel alone, and each message has a price of its own.
+        """
+        return open_bytes + more_bytes <= cap + cap // 8 or open_bytes * 64 <= cap
+
     def cap_for(self, position: int) -> int:
         """The cap of the bucket launched at ``position`` among those of its kind; the last of a list repeats."""
         if self.per_bucket_bytes:
