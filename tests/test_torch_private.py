@@ -161,6 +161,16 @@ def check_preserve_version_counter() -> None:
     assert buffer._version == before
 
 
+def check_shares_memory() -> None:
+    flat = torch.zeros(4)
+    assert not private.shares_memory(flat)
+    alias = torch.ones(2)
+    alias.data = flat[:2]
+    assert private.shares_memory(flat)
+    del alias
+    assert not private.shares_memory(flat)
+
+
 def check_queue_backward_callback() -> None:
     order = []
     parameter = torch.nn.Parameter(torch.zeros(1))

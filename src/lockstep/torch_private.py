@@ -49,6 +49,7 @@ __all__ = [
     "preserve_version_counter",
     "queue_backward_callback",
     "rank_not_in_group",
+    "shares_memory",
     "unflatten_dense",
 ]
 
@@ -121,6 +122,12 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
     The engine offers no public hook for the end of a pass; torch's own FSDP uses this one.
     """
     Variable._execution_engine.queue_callback(callback)
+
+
+def shares_memory(tensor: torch.Tensor) -> bool:
+    """Whether another tensor, of whoever, lives in this tensor's memory; torch counts, but has no public question."""
+    count = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return bool(count > 2)  # the tensor, and the storage object just made to ask
 
 
 def in_reentrant_checkpoint() -> bool:

@@ -87,6 +87,7 @@ class LiveBucket:
         "sizes",
         "skipped",
         "slots",
+        "spare",
         "spec",
         "staging",
         "views_of_flat",
@@ -117,6 +118,7 @@ class LiveBucket:
         self.views_of_flat: list[Tensor] | None = None
         self.num_adopted = 0  # gradients that point into the flat buffer
         self.staging: Tensor | None = None  # the flat buffer, while it is filled before the launch
+        self.spare: Tensor | None = None  # the last flat buffer, to be used again once nobody's .grad lies in it
         self.num_pending = len(self.slots)
         self.flat: Tensor | None = None
         self.persistent: Tensor | None = None

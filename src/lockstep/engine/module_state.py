@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep import torch_private
 from lockstep.agree.watch import Watch
 from lockstep.engine.bucket import local_tensor
 
@@ -20,7 +21,8 @@ def broadcast_tensors(
     chunks: list[tuple[list[Tensor], Tensor, Any]] = []
     with torch.no_grad():
         for members in _chunks([local_tensor(t.detach()) for t in tensors], chunk_bytes):
-            flat = torch.cat([t.reshape(-1) for t in members])
+            flat = torch_private.flatten_dense(members)
+            flat = flat.clone() if len(members) == 1 else flat
             wire = torch.view_as_real(flat) if flat.is_complex() else flat
             work = dist.broadcast(wire, group=process_group, group_src=source, async_op=True)
             chunks.append((members, flat, work))
@@ -29,8 +31,8 @@ def broadcast_tensors(
                 watch.wait_work(work, lambda: f"the broadcast of the model's state from rank {source}")
             else:
                 work.wait()
-            for tensor, piece in zip(members, flat.split([t.numel() for t in members]), strict=True):
-                tensor.copy_(piece.view(tensor.shape))
+            if process_group.rank() != source:
+                torch_private.foreach_copy(members, torch_private.unflatten_dense(flat, members))
 
 
 def _chunks(tensors: Sequence[Tensor], chunk_bytes: int) -> list[list[Tensor]]:

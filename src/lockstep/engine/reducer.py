@@ -177,7 +177,14 @@ class Reducer(ReducerTorchNames):
 
     def _buffer_for(self, bucket: LiveBucket, like: Tensor) -> Tensor:
         if self.ownership is not GradOwnership.PERSISTENT:
-            return like.new_empty(bucket.spec.num_elements)
+            # On the CPU a freed buffer leaves a hole in the heap; so the last one is kept, and used again if free.
+            if (
+                bucket.spare is None
+                or torch_private.shares_memory(bucket.spare)
+                or bucket.spare.dtype is not like.dtype
+            ):
+                bucket.spare = like.new_empty(bucket.spec.num_elements)
+            return bucket.spare
         if bucket.persistent is None:
             bucket.persistent = like.new_empty(bucket.spec.num_elements)
         return bucket.persistent
