@@ -226,6 +226,7 @@ def main() -> None:
     torch.manual_seed(options.seed)
     model = GPT(len(symbols), options.context, options.width, options.layers, options.heads).to(device)
     ddp = lockstep.DistributedDataParallel(model, bucket_cap_mb=options.bucket_cap_mb)
+    ddp.timeline.precise = True  # for the report: when each bucket's reduction really ended
     ranks = f"{world} rank{'s' if world > 1 else ''}"
     num_parameters = sum(p.numel() for p in model.parameters())
     if rank == 0:

@@ -153,6 +153,24 @@ def check_inputs_to_device() -> None:
     assert args[0][0].device.type == kwargs[0]["x"][0].device.type == "cpu"
 
 
+def check_leave_frame_to_python() -> None:
+    graphs = []
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    @private.leave_frame_to_python
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return inner(x) * 2
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        graphs.append([node.name for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    assert torch.compile(outer, backend=backend)(torch.ones(1)).item() == 4.0
+    assert graphs == [["add"]]
+
+
 def check_preserve_version_counter() -> None:
     buffer = torch.zeros(1)
     before = buffer._version

@@ -355,10 +355,18 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     # ---------------------------------------------------------------- forward
 
+    # A compiler leaves this frame alone and compiles the module inside it, as one region without breaks: what a
+    # forward does before and after the module (buffers, join, logging) is not for a graph.
+    @torch_private.leave_frame_to_python
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+        with torch_private.RecordFunction("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-            output = self._run_ddp_forward(*inputs, **kwargs)
+            before = DistributedDataParallel._active_ddp_module
+            DistributedDataParallel._active_ddp_module = self
+            try:
+                output = self._run_ddp_forward(*inputs, **kwargs)
+            finally:
+                DistributedDataParallel._active_ddp_module = before
             return self._post_forward(output)
 
     @torch.compiler.disable
@@ -393,8 +401,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         return inputs, kwargs
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        with self._inside_ddp_forward():
-            return self.module(*inputs, **kwargs)
+        return self.module(*inputs, **kwargs)
 
     @torch.compiler.disable
     def _post_forward(self, output: Any) -> Any:

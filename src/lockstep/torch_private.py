@@ -46,6 +46,7 @@ __all__ = [
     "in_backward_optimizer_handles",
     "in_reentrant_checkpoint",
     "inputs_to_device",
+    "leave_frame_to_python",
     "preserve_version_counter",
     "queue_backward_callback",
     "rank_not_in_group",
@@ -122,6 +123,18 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
     The engine offers no public hook for the end of a pass; torch's own FSDP uses this one.
     """
     Variable._execution_engine.queue_callback(callback)
+
+
+def leave_frame_to_python(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the compiler skip this function's own frame, but compile the functions it calls.
+
+    ``torch.compiler.disable(recursive=False)`` does that too, and marks the function besides; a module whose forward
+    is so marked is traced as a whole from outside, which is what must not happen.
+    """
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
+    return function
 
 
 def shares_memory(tensor: torch.Tensor) -> bool:

@@ -11,12 +11,15 @@ from torch import Tensor
 
 from lockstep.agree.watch import Watch
 from lockstep.errors import BadHookResult
+from lockstep.observe.timeline import now
 
 # Names a wait in messages; made only when there is something to say.
 Moment = Callable[[], str]
 
 
 class Flight(Protocol):
+    landed_ns: int | None
+
     def is_done(self) -> bool: ...
 
     def land(self, watch: Watch, moment: Moment) -> Tensor | None:
@@ -30,6 +33,15 @@ class WorkFlight:
         self._work = work
         self._blocks_host = blocks_host
         self._after = after
+        self.landed_ns: int | None = None
+
+    def note_landing(self) -> None:
+        """Take the time when the collective ends, wherever the waiting rank is then."""
+
+        def landed(_: object) -> None:
+            self.landed_ns = now()
+
+        self._work.get_future().add_done_callback(landed)
 
     def is_done(self) -> bool:
         return bool(self._work.is_completed())
@@ -48,6 +60,7 @@ class HookFlight:
     def __init__(self, future: torch.futures.Future[Any], hook_name: str) -> None:
         self._future = future
         self._hook_name = hook_name
+        self.landed_ns: int | None = None
 
     def is_done(self) -> bool:
         return self._future.done()
@@ -66,6 +79,8 @@ class HookFlight:
 
 class NoFlight:
     """Nothing to wait for."""
+
+    landed_ns: int | None = None
 
     def is_done(self) -> bool:
         return True

@@ -282,8 +282,10 @@ class Reducer(ReducerTorchNames):
             return NoFlight()
         op = dist.ReduceOp.SUM if self._divides_first(flat) else dist.ReduceOp.AVG
         wire = torch.view_as_real(flat) if flat.is_complex() else flat
-        work = torch_private.all_reduce(self.process_group, wire, op)
-        return WorkFlight(work, self._blocks_host(flat))
+        flight = WorkFlight(torch_private.all_reduce(self.process_group, wire, op), self._blocks_host(flat))
+        if self.timeline.precise and self._blocks_host(flat):
+            flight.note_landing()
+        return flight
 
     def _start_hook(self, bucket: LiveBucket, flat: Tensor) -> Flight:
         assert self.comm_hook is not None
@@ -389,7 +391,7 @@ class Reducer(ReducerTorchNames):
             result = bucket.flight.land(self.watch, partial(self.moment, bucket))
         end = now()
         self.timeline.record("wait", start, end, bucket.index)
-        self.timeline.record("reduce", bucket.launched_ns, end, bucket.index)
+        self.timeline.record("reduce", bucket.launched_ns, bucket.flight.landed_ns or end, bucket.index)
         bucket.flight = None
         if result is not None and result is not bucket.flat:
             self._take_result(bucket, result)

@@ -25,7 +25,7 @@ MEANING = {
     "forward": "forward",
     "backward": "backward",
     "pack": "pack gradients into a bucket",
-    "reduce": "reduce a bucket across ranks, launch to collect",
+    "reduce": "reduce a bucket across ranks",
     "wait": "wait for a bucket (exposed communication)",
 }
 
@@ -88,8 +88,9 @@ def write_report(
         _section(
             "Exposed communication",
             "Medians over the recorded steps. Exposed is the time a rank stood still for a bucket, be it for"
-            " the link or for a slower rank. Reduce lasts from a bucket's launch until it is collected; what of"
-            " it is not exposed ran beside the backward pass.",
+            " the link or for a slower rank. Reduce lasts from a bucket's launch until its collective"
+            " ended (until it was collected, where the end is not known); what of it is not exposed ran beside the"
+            " backward pass.",
             _exposed_table(timelines),
         ),
         _section("Plan", "Which parameters travel together, and in which order.", f"<pre>{escape(plan_text)}</pre>"),

@@ -47,6 +47,9 @@ class Timeline:
 
     def __init__(self, rank: int, num_steps: int = 64) -> None:
         self.rank = rank
+        # Learn when a collective really ended, from a callback in the backend's thread; otherwise a ``reduce``
+        # interval ends when its bucket was collected.
+        self.precise = False
         self._steps: deque[StepRecord] = deque(maxlen=num_steps)
         self._current = StepRecord(0)
 

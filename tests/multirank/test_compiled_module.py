@@ -1,0 +1,138 @@
+"""torch.compile and the wrapper in either order: one graph, no breaks, gradients of the uncompiled module.
+
+The reduction runs after the compiled backward here; it is correct in every mode, and not yet overlapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.multirank.harness import lockstep_only, run_ranks
+
+pytestmark = [pytest.mark.multirank, lockstep_only]
+
+ROWS = 4
+
+
+def build() -> nn.Module:
+    torch.manual_seed(11)
+    return nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 3))
+
+
+class Counter:
+    """A backend that counts graphs and passes on to another one."""
+
+    def __init__(self, backend: str) -> None:
+        self.num_graphs = 0
+        self._backend = torch._dynamo.lookup_backend(backend)
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        self.num_graphs += 1
+        return self._backend(graph, inputs)
+
+
+def wrap_then_compile(module: nn.Module, **options: Any) -> nn.Module:
+    import lockstep
+
+    return torch.compile(lockstep.DDP(module), **options)
+
+
+def compile_then_wrap(module: nn.Module, **options: Any) -> nn.Module:
+    import lockstep
+
+    return lockstep.DDP(torch.compile(module, **options))
+
+
+def compile_in_place(module: nn.Module, **options: Any) -> nn.Module:
+    import lockstep
+
+    ddp = lockstep.DDP(module)
+    ddp.compile(**options)
+    return ddp
+
+
+ORDERS = {f.__name__: f for f in (wrap_then_compile, compile_then_wrap, compile_in_place)}
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(ROWS * dist.get_world_size(), 6, generator=torch.Generator().manual_seed(step))
+
+
+def mine(x: Tensor) -> Tensor:
+    return x[dist.get_rank() * ROWS : (dist.get_rank() + 1) * ROWS]
+
+
+def train(order: str, backend: str, fullgraph: bool) -> int:
+    counter = Counter(backend)
+    module, reference = build(), build()
+    model = ORDERS[order](module, backend=counter, fullgraph=fullgraph)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, reference)]
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model(mine(batch(step))).pow(2).mean().backward()
+        reference(batch(step)).pow(2).mean().backward()
+        for (name, p), q in zip(module.named_parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        for optimizer in optimizers:
+            optimizer.step()
+    return counter.num_graphs
+
+
+@pytest.mark.parametrize("fullgraph", [False, True], ids=["", "fullgraph"])
+@pytest.mark.parametrize("order", sorted(ORDERS))
+def test_every_order_gives_one_graph_and_the_right_gradients(order: str, fullgraph: bool) -> None:
+    assert run_ranks(2, train, order, "aot_eager", fullgraph) == [1, 1]
+
+
+@pytest.mark.slow
+def test_inductor(tmp_path: Any) -> None:
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    assert run_ranks(2, train, "wrap_then_compile", "inductor", True, env=env, limit_s=150) == [1, 1]
+
+
+def accumulate() -> int:
+    counter = Counter("aot_eager")
+    module, reference = build(), build()
+    import lockstep
+
+    ddp = lockstep.DDP(module)
+    model = torch.compile(ddp, backend=counter)
+    for window in range(2):
+        module.zero_grad()
+        reference.zero_grad()
+        for micro_step in range(4):
+            ddp.require_backward_grad_sync = micro_step == 3
+            x = batch(10 * window + micro_step)
+            model(mine(x)).pow(2).mean().backward()
+            reference(x).pow(2).mean().backward()
+        for p, q in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
+    return counter.num_graphs
+
+
+def test_toggling_the_synchronisation_compiles_nothing_anew() -> None:
+    assert run_ranks(2, accumulate) == [1, 1]
+
+
+def unwrap_everything() -> list[bool]:
+    import lockstep
+
+    plain = build()
+    wrapped = [
+        lockstep.DDP(plain),
+        torch.compile(lockstep.DDP(plain)),
+        lockstep.DDP(torch.compile(plain)),
+        torch.compile(lockstep.DDP(torch.compile(plain))),
+    ]
+    return [lockstep.unwrap(model) is plain for model in wrapped]
+
+
+def test_unwrap_sees_through_any_order() -> None:
+    assert run_ranks(2, unwrap_everything) == [[True] * 4] * 2
