@@ -136,14 +136,18 @@ def check_in_backward_optimizer_handles() -> None:
     assert private.in_backward_optimizer_handles(parameter)
 
 
-def check_in_reentrant_checkpoint() -> None:
+def check_in_nested_backward() -> None:
     from torch.utils.checkpoint import checkpoint
 
     seen = []
+
+    def ask(_: torch.Tensor) -> None:
+        private.queue_backward_callback(lambda: seen.append(private.in_nested_backward()))
+
     layer = torch.nn.Linear(1, 1)
     outside = torch.nn.Parameter(torch.ones(1))
-    layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(private.in_reentrant_checkpoint()))
-    outside.register_post_accumulate_grad_hook(lambda p: seen.append(private.in_reentrant_checkpoint()))
+    layer.weight.register_post_accumulate_grad_hook(ask)
+    outside.register_post_accumulate_grad_hook(ask)
     checkpoint(layer, outside * torch.ones(1), use_reentrant=True).sum().backward()
     assert seen == [True, False]
 
@@ -179,14 +183,14 @@ def check_preserve_version_counter() -> None:
     assert buffer._version == before
 
 
-def check_shares_memory() -> None:
+def check_memory_owners() -> None:
     flat = torch.zeros(4)
-    assert not private.shares_memory(flat)
+    assert private.memory_owners(flat) == 1
     alias = torch.ones(2)
     alias.data = flat[:2]
-    assert private.shares_memory(flat)
+    assert private.memory_owners(flat) == 2
     del alias
-    assert not private.shares_memory(flat)
+    assert private.memory_owners(flat) == 1
 
 
 def check_queue_backward_callback() -> None:

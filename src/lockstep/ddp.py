@@ -22,8 +22,9 @@ from torch.distributed.algorithms.join import Join, Joinable
 from lockstep import ddp_setup as setup
 from lockstep import errors, torch_private
 from lockstep.agree.board import open_board
-from lockstep.agree.model import agree_on_model
+from lockstep.agree.model import agree_on_model, wrap_failures_told
 from lockstep.agree.watch import Watch
+from lockstep.ddp_plan import PlanKeeping
 from lockstep.ddp_torch_names import TorchNames
 from lockstep.engine import step_guard
 from lockstep.engine.bucket import Slot
@@ -45,7 +46,7 @@ _BROADCAST_CHUNK_BYTES = 250 * 1024 * 1024
 _OWNERSHIP = {None: GradOwnership.ALIAS, True: GradOwnership.PERSISTENT, False: GradOwnership.OWN}
 
 
-class DistributedDataParallel(TorchNames, nn.Module, Joinable):
+class DistributedDataParallel(PlanKeeping, TorchNames, nn.Module, Joinable):
     """Data parallelism for a module: every rank computes on its own inputs and all ranks apply the mean gradient.
 
     Gradients are reduced in buckets while the backward still runs.  The arguments are those of
@@ -96,76 +97,87 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self.logger = LoggingData()
         if bucket_order not in ("declared", "observed"):
             raise ValueError(f'bucket_order must be "declared" or "observed", got {bucket_order!r}.')
+        if bucket_order == "observed" and find_unused_parameters and not static_graph:
+            raise ValueError(
+                'bucket_order="observed" needs a step in which every parameter is used, or static_graph=True; it does '
+                "not go with find_unused_parameters=True."
+            )
+        if gradient_as_bucket_view not in (None, True, False):
+            raise ValueError(f"gradient_as_bucket_view must be None, True or False, got {gradient_as_bucket_view!r}.")
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
             raise ValueError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
             )
         self.process_group = setup.choose_process_group(process_group, device_mesh)
+        self._delay_request: tuple[list[str], nn.Parameter] | None = None
+        self._reopen_board()
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        delayed = list(delay_all_reduce_named_params or [])
-        self.parameters_to_ignore: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.parameters_to_ignore |= {name for name, _ in delayed}
-        named = [(n, p) for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
-        setup.check_parameters(named, all_delayed=bool(delayed))
-        self._module_parameters = [p for _, p in named]
-        placement = setup.choose_placement(
-            self._module_parameters or [p for _, p in delayed], device_ids, output_device
-        )
-        self.device = placement.device
-        self.device_type = placement.device_type
-        self.is_multi_device_module = placement.is_multi_device
-        self.device_ids = placement.device_ids
-        self.output_device = placement.output_device
-        self.dim = dim
-        self.module = module
-
-        init_sync_buffers = self._choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
-        if check_reduction:
-            warnings.warn(
-                "check_reduction is deprecated and does nothing: every window proves that each parameter was reduced.",
-                FutureWarning,
-                stacklevel=2,
+        with wrap_failures_told(self._board if init_sync else None):
+            delayed = list(delay_all_reduce_named_params or [])
+            self.parameters_to_ignore: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+            self.parameters_to_ignore |= {name for name, _ in delayed}
+            named = [(n, p) for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
+            setup.check_parameters(named, all_delayed=bool(delayed))
+            self._module_parameters = [p for _, p in named]
+            placement = setup.choose_placement(
+                self._module_parameters or [p for _, p in delayed], device_ids, output_device
             )
-        self.find_unused_parameters = find_unused_parameters
-        self.gradient_as_bucket_view = bool(gradient_as_bucket_view)
-        self._ownership = _OWNERSHIP[gradient_as_bucket_view]
-        self.batched_grad_copy = batched_grad_copy  # a bucket is always packed by one kernel here
-        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
-        self.mixed_precision = mixed_precision
-        self.static_graph = False
-        self.require_backward_grad_sync = True
-        self.require_forward_param_sync = True
-        self.broadcast_bucket_size = _BROADCAST_CHUNK_BYTES
-        self.use_side_stream_for_tensor_copies = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
-        self.bucket_order = bucket_order
-        self._caps = BucketCaps.from_megabytes(bucket_cap_mb, bucket_cap_mb_list)
-        self.bucket_bytes_cap = self._caps.cap_bytes
-        self.bucket_bytes_cap_list = list(self._caps.per_bucket_bytes)
-        self.bucket_bytes_cap_default = self._caps.first_cap_bytes < self._caps.cap_bytes
-        self._assign_modules_buffers()
+            self.device = placement.device
+            self.device_type = placement.device_type
+            self.is_multi_device_module = placement.is_multi_device
+            self.device_ids = placement.device_ids
+            self.output_device = placement.output_device
+            self.dim = dim
+            self.module = module
 
-        options = {
-            "find_unused_parameters": find_unused_parameters,
-            "static_graph": static_graph,
-            "gradient_as_bucket_view": gradient_as_bucket_view,
-            "forward_sync_buffers": self.forward_sync_buffers,
-            "bucket_cap_mb": bucket_cap_mb,
-            "bucket_cap_mb_list": None if bucket_cap_mb_list is None else list(bucket_cap_mb_list),
-            "bucket_order": bucket_order,
-            "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
-            "mixed_precision": mixed_precision,
-            "delay_all_reduce_named_params": [name for name, _ in delayed],
-            "ignored parameters and buffers": sorted(self.parameters_to_ignore),
-            "device_type": self.device_type,
-            "world_size": self.process_group.size(),
-        }
-        slots = setup.trainable_slots(module, self.parameters_to_ignore)
-        specs = setup.specs_of(slots, setup.sparse_parameter_names(module))
-        chosen_plan = setup.choose_plan(specs, self._caps, plan)
-        self._wrap_up(slots, chosen_plan, options if init_sync else None, init_sync_buffers)
+            init_sync_buffers = self._choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
+            if check_reduction:
+                warnings.warn(
+                    "check_reduction is deprecated and does nothing: each window proves that all were reduced.",
+                    FutureWarning,
+                    stacklevel=2,
+                )
+            self.find_unused_parameters = find_unused_parameters
+            self.gradient_as_bucket_view = bool(gradient_as_bucket_view)
+            self._ownership = _OWNERSHIP[gradient_as_bucket_view]
+            self.batched_grad_copy = batched_grad_copy  # a bucket is always packed by one kernel here
+            self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+            self.mixed_precision = mixed_precision
+            self.static_graph = False
+            self.require_backward_grad_sync = True
+            self.require_forward_param_sync = True
+            self.broadcast_bucket_size = _BROADCAST_CHUNK_BYTES
+            self.use_side_stream_for_tensor_copies = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
+            self.bucket_order = bucket_order
+            self._caps = BucketCaps.from_megabytes(bucket_cap_mb, bucket_cap_mb_list)
+            self.bucket_bytes_cap = self._caps.cap_bytes
+            self.bucket_bytes_cap_list = list(self._caps.per_bucket_bytes)
+            self.bucket_bytes_cap_default = self._caps.first_cap_bytes < self._caps.cap_bytes
+            self._assign_modules_buffers()
+
+            options = {
+                "find_unused_parameters": find_unused_parameters,
+                "static_graph": static_graph,
+                "gradient_as_bucket_view": gradient_as_bucket_view,
+                "forward_sync_buffers": self.forward_sync_buffers,
+                "bucket_cap_mb": bucket_cap_mb,
+                "bucket_cap_mb_list": None if bucket_cap_mb_list is None else list(bucket_cap_mb_list),
+                "bucket_order": bucket_order,
+                "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
+                "mixed_precision": mixed_precision,
+                "delay_all_reduce_named_params": [name for name, _ in delayed],
+                "ignored parameters and buffers": sorted(self.parameters_to_ignore),
+                "device_type": self.device_type,
+                "world_size": self.process_group.size(),
+            }
+            slots = setup.trainable_slots(module, self.parameters_to_ignore)
+            specs = setup.specs_of(slots, setup.sparse_parameter_names(module))
+            chosen_plan = setup.choose_plan(specs, self._caps, plan)
+            self._wrap_up(slots, chosen_plan, options if init_sync else None, init_sync_buffers)
         if delayed:
-            self._delay(delayed, param_to_hook_all_reduce, init_sync)
+            assert param_to_hook_all_reduce is not None
+            self._delay([name for name, _ in delayed], param_to_hook_all_reduce, init_sync)
         if static_graph:
             self._set_static_graph()
 
@@ -203,13 +215,11 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         ``options`` is None where nothing may be exchanged (init_sync=False, unpickling).
         """
         self._reject_cpu_sync_batch_norm()
-        self._reopen_board()
         if options is not None:
             if self._board is not None:
                 timeout = float(os.environ.get("LOCKSTEP_AGREEMENT_TIMEOUT", "600"))
-                mine = setup.describe(
-                    self.module, self.parameters_to_ignore, options, plan, with_buffers=init_sync_buffers
-                )
+                ignored = self.parameters_to_ignore - set(options["delay_all_reduce_named_params"])
+                mine = setup.describe(self.module, ignored, options, plan, with_buffers=init_sync_buffers)
                 agree_on_model(self._board, mine, timeout)
             sync_module_states(
                 self.module,
@@ -258,12 +268,13 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self._dist_autograd = DistAutogradBridge(self.backward)
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
         self._frozen = [p for p in self._module_parameters if not p.requires_grad]
-        self._num_forwards = 0
+        self._registrations_seen = -1  # so that the first forward looks
         self._num_plans = 0
         self._has_rebuilt_buckets = False
         self._lazy_init_ran = False
         self._ddp_sink_clone = True
         self._join_decided_sync = True
+        self._join_decision_used = False
         self._divide_by_initial_world_size = True
         self._delayed: DelayedReduction | None = None
         step_guard.watch(self.backward)
@@ -271,9 +282,11 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         weakref.finalize(self, self.backward.detach)
         self._log_construction()
 
-    def _delay(self, delayed: list[tuple[str, nn.Parameter]], trigger: nn.Parameter | None, init_sync: bool) -> None:
+    def _delay(self, names: list[str], trigger: nn.Parameter, init_sync: bool) -> None:
         """Give the delayed parameters a reducer of their own, which the trigger fires."""
-        assert trigger is not None
+        self._delay_request = (names, trigger)
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        delayed = [(name, parameters[name]) for name in names]
         owners = {id(p): type(m).__name__ for m in self.module.modules() for p in m.parameters(recurse=False)}
         slots = [Slot(n, p, owners.get(id(p), ""), i) for i, (n, p) in enumerate(delayed)]
         plan = setup.choose_plan(setup.specs_of(slots, set()), self._caps, None)
@@ -288,6 +301,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             ownership=self._ownership,
         )
         self._delayed = DelayedReduction(reducer, trigger)
+        weakref.finalize(self, self._delayed.detach)
 
     def _reject_cpu_sync_batch_norm(self) -> None:
         if self.device_type == "cpu" and self._has_sync_batch_norm():
@@ -302,29 +316,21 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         slots = setup.trainable_slots(self.module, self.parameters_to_ignore)
         specs = setup.specs_of(slots, setup.sparse_parameter_names(self.module))
         was_static, self.static_graph = self.static_graph, False
+        self._reopen_board("copies")
         self._wrap_up(slots, setup.choose_plan(specs, self._caps, saved_plan), None, False)
+        if self._delay_request is not None:
+            self._delay(*self._delay_request, init_sync=False)
         if was_static:
             self._set_static_graph()
 
-    def _reopen_board(self) -> None:
-        """Where the ranks of this group meet outside of collectives."""
-        self._board = open_board(self.process_group)
+    def _reopen_board(self, kind: str = "wrappers") -> None:
+        """Where the ranks of this group meet outside of collectives.
+
+        Wrappers are counted, so that the n-th of one rank meets the n-th of another; copies are counted apart, since
+        a program may make them on one rank only.
+        """
+        self._board = open_board(self.process_group, kind)
         self._watch = Watch(self._board, self.process_group.rank())
-
-    # ---------------------------------------------------------------- the plan
-
-    @property
-    def plan(self) -> Plan:
-        """What travels together: print it, or save ``plan.to_json()`` with a checkpoint."""
-        return self.reducer.plan
-
-    def _use_plan(self, slots: list[Slot], ready_order: list[str] | None = None) -> None:
-        specs = setup.specs_of(slots, setup.sparse_parameter_names(self.module))
-        plan = setup.choose_plan(specs, self._caps, None, ready_order)
-        self.reducer.use_plan(plan, slots)
-        self.backward.rebuild()
-        self.backward.attach()
-        self._log_construction()
 
     # ---------------------------------------------------------------- when gradients are synchronised
 
@@ -343,8 +349,19 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
 
     def _pass_synchronises(self) -> bool:
         if self._join_config.enable:
-            return self._join_decided_sync  # see [Note: when a pass synchronises] in engine/eager.py
+            return self._consume_join_decision()
         return self.require_backward_grad_sync
+
+    def _consume_join_decision(self) -> bool:
+        """See [Note: when a pass synchronises] in engine/eager.py."""
+        if self._join_decided_sync and not self.backward.window.is_open:
+            if self._join_decision_used:
+                raise errors.LockstepError(
+                    "Under join() a forward can have one backward that synchronises: ranks that ran out of data mirror "
+                    "one. Add the losses up and call backward once, or run the earlier ones inside no_sync()."
+                )
+            self._join_decision_used = True
+        return self._join_decided_sync
 
     def reset_sync_window(self) -> None:
         """Forget the reduction that is under way, on all ranks, after an error in a backward that was caught."""
@@ -375,6 +392,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         if not self._lazy_init_ran:
             self._lazy_init()
         if torch.is_grad_enabled():
+            self.backward.forget_broken_pass()
             if self.require_backward_grad_sync:
                 self._begin_iteration()
             self._follow_module()
@@ -386,6 +404,7 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
             self._sync_buffers()
         if self._join_config.enable:
             self._join_decided_sync = self.ask_whether_to_sync(has_joined=False)
+            self._join_decision_used = False
         if self.device_ids:
             device = torch.device(self.device_type, self.device_ids[0])
             moved, moved_kwargs = torch_private.inputs_to_device(
@@ -427,89 +446,6 @@ class DistributedDataParallel(TorchNames, nn.Module, Joinable):
         self.backward.require_finished()
         if self.logger.begin_iteration() and self.timeline.steps:
             self.logger.sample(self.timeline.steps[-1], self._runtime_facts())
-
-    def _confirm_plan(self) -> None:
-        """Once, in the first forward after a reduction: all ranks still have the plan that rank 0 has.
-
-        With init_sync=False this is the only comparison.  Where unused parameters are searched for, ranks may reach
-        this forward in different states, so nothing is exchanged there (as in torch).
-        """
-        if self._has_rebuilt_buckets or self.backward.num_synced_passes == 0:
-            return
-        if self.find_unused_parameters and not self.static_graph:
-            return
-        self._has_rebuilt_buckets = True
-        if self.bucket_order == "observed" and self.plan.order != "observed":
-            self._take_observed_order()
-        digest = torch.tensor(list(bytes.fromhex(self.plan.digest)), dtype=torch.uint8, device=self.device)
-        expected = digest.clone()
-        work = dist.broadcast(expected, group=self.process_group, group_src=0, async_op=True)
-        self.reducer.land(work, expected, "the comparison of plans after the first step")
-        if not torch.equal(digest, expected):
-            error = errors.Disagreement(
-                f"Rank {self.reducer.rank} lays its gradients out differently from rank 0 (plan {self.plan.digest}), "
-                "so the first step averaged unrelated parameters.\nLikely cause: another model or another bucket size "
-                "on this rank, with init_sync=False.\nFix: build the same module with the same options on every rank."
-            )
-            self.reducer.watch.post_failure(error)
-            raise error
-
-    def _take_observed_order(self) -> None:
-        """Lay buckets out in the order rank 0 saw, which it tells the others over the board."""
-        order = [slot.name for slot in self.backward.window.ready_order]
-        order += [slot.name for slot in self.reducer.slots if slot.name not in set(order)]
-        if self._board is not None:
-            order = self._board.from_rank_zero("ready order", "\n".join(order)).split("\n")
-        self._use_plan(self.reducer.slots, order)
-
-    def _follow_module(self) -> None:
-        """Notice parameters that were unfrozen, added or replaced since the module was wrapped.
-
-        Unfrozen ones are looked for in each forward, since fine-tuning does that; the walk over the whole module that
-        finds the others is done ever more rarely.
-        """
-        self._num_forwards += 1
-        n = self._num_forwards
-        if any(p.requires_grad for p in self._frozen) or n % 100 == 0 or n & (n - 1) == 0:
-            self._compare_with_module()
-
-    def _compare_with_module(self) -> None:
-        slots = setup.trainable_slots(self.module, self.parameters_to_ignore)
-        known = {id(p): p for p in self._module_parameters}
-        for slot in slots:
-            if not isinstance(slot.parameter, nn.Parameter):
-                self._warn_functional_call(slot.name)
-                return
-            if id(slot.parameter) not in known:
-                error = errors.model_changed(slot.name, "was added or replaced", rank=self.reducer.rank)
-                self.logger.set_error_and_log(str(error))
-                raise error
-        if {id(s.parameter) for s in slots} > {id(s.parameter) for s in self.reducer.slots}:
-            self._extend_plan(slots)
-
-    def _extend_plan(self, slots: list[Slot]) -> None:
-        """Parameters were unfrozen: plan anew with them, on all ranks or not at all."""
-        self._use_plan(slots)
-        self._frozen = [p for p in self._module_parameters if not p.requires_grad]
-        logger.info("Parameters were unfrozen; the plan now covers %d of them.", len(slots))
-        if self._board is None:
-            return
-        self._num_plans += 1
-        digests = self._board.gather(f"plan {self._num_plans}", self.plan.digest)
-        if len(set(digests.values())) > 1:
-            raise errors.Disagreement(
-                "Ranks unfroze different parameters:\n"
-                + errors.rank_table({r: f"plan {d}" for r, d in digests.items()})
-                + "\nFix: change requires_grad of the same parameters on every rank, before the same forward.",
-                digests,
-            )
-
-    def _warn_functional_call(self, name: str) -> None:
-        warnings.warn(
-            f"The module runs with a plain tensor in place of its parameter {name} (torch.func.functional_call); the "
-            "gradient of that tensor is not reduced.",
-            stacklevel=6,
-        )
 
     # ---------------------------------------------------------------- uneven inputs
 

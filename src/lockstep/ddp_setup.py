@@ -6,7 +6,7 @@ since scripts and tests match on them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,14 +53,18 @@ def choose_process_group(process_group: Any, device_mesh: Any) -> dist.ProcessGr
 # ---------------------------------------------------------------- parameters
 
 
-def trainable_slots(module: nn.Module, ignored: set[str]) -> list[Slot]:
-    """Every parameter that needs a gradient, once, in declaration order, with the module that owns it."""
+def trainable_slots(module: nn.Module, ignored: set[str], also: Container[int] = ()) -> list[Slot]:
+    """Every parameter that needs a gradient, once, in declaration order, with the module that owns it.
+
+    ``also`` holds the ``id()`` of parameters to take in although they need none now.
+    """
     slots: list[Slot] = []
     seen: set[int] = set()
     for module_name, owner in module.named_modules():
         for parameter_name, parameter in owner.named_parameters(recurse=False):
             name = f"{module_name}.{parameter_name}" if module_name else parameter_name
-            if parameter.requires_grad and name not in ignored and id(parameter) not in seen:
+            wanted = parameter.requires_grad or id(parameter) in also
+            if wanted and name not in ignored and id(parameter) not in seen:
                 seen.add(id(parameter))
                 slots.append(Slot(name, parameter, type(owner).__name__, position=len(slots)))
     return slots

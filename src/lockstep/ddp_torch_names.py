@@ -189,7 +189,7 @@ class TorchNames:
             self._log_and_throw(TypeError, "Communication hook must be callable.")
         try:
             signature = inspect.signature(hook, eval_str=True)
-        except NameError:  # an annotation that cannot be resolved from here
+        except Exception:  # an annotation that cannot be resolved from here
             signature = inspect.signature(hook)
         names = list(signature.parameters)
         if len(names) < 2:
@@ -326,6 +326,8 @@ class TorchNames:
             ddp.reducer.watch = ddp._watch
             # Members of the new group may come from groups that have reduced more or less often.
             ddp.backward.num_synced_passes = 0
+            if ddp._delayed is not None:
+                ddp._delayed.use_process_group(new_process_group, ddp._watch)
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:

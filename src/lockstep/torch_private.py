@@ -6,14 +6,12 @@ every two months; ``tests/test_torch_private.py`` fails by the name that moved.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.utils.checkpoint
 from torch.autograd import Variable
 from torch.distributed.distributed_c10d import (
     AllreduceOptions,
@@ -44,13 +42,13 @@ __all__ = [
     "gradient_accumulator",
     "in_backward",
     "in_backward_optimizer_handles",
-    "in_reentrant_checkpoint",
+    "in_nested_backward",
     "inputs_to_device",
     "leave_frame_to_python",
+    "memory_owners",
     "preserve_version_counter",
     "queue_backward_callback",
     "rank_not_in_group",
-    "shares_memory",
     "unflatten_dense",
 ]
 
@@ -137,24 +135,18 @@ def leave_frame_to_python(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def shares_memory(tensor: torch.Tensor) -> bool:
-    """Whether another tensor, of whoever, lives in this tensor's memory; torch counts, but has no public question."""
-    count = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return bool(count > 2)  # the tensor, and the storage object just made to ask
+def memory_owners(tensor: torch.Tensor) -> int:
+    """How many tensors, of whoever, live in this tensor's memory; torch counts, but has no public question."""
+    count = int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    return count - 1  # without the storage object just made to ask
 
 
-def in_reentrant_checkpoint() -> bool:
-    """Whether the backward that is running was started by a reentrant activation checkpoint, inside another one.
+def in_nested_backward() -> bool:
+    """In a callback at the end of a pass: whether that pass ran inside another one (a reentrant checkpoint).
 
-    The engine knows, but tells nobody; so the call stack of this thread is searched for the checkpoint's backward.
+    The thread then still has a node of the outer pass under evaluation; no public question gives that away.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "backward" and code.co_filename == torch.utils.checkpoint.__file__:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    return torch._C._current_autograd_node() is not None
 
 
 def in_backward() -> bool:

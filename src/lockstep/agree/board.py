@@ -91,8 +91,8 @@ class Board:
         return f"{self._prefix}/{key}"
 
 
-def open_board(process_group: Any) -> Board | None:
-    """The board for the next wrapper on this group; None where ranks share no store (one rank, fake group).
+def open_board(process_group: Any, kind: str = "wrappers") -> Board | None:
+    """The board for the next wrapper of this kind on this group; None where ranks share no store.
 
     Ranks wrap models on a group in the same order, so a counter per group names the board.  The restart count is
     part of the name because a launcher may keep its store over restarts.
@@ -103,8 +103,8 @@ def open_board(process_group: Any) -> Board | None:
         store = torch_private.default_store()
     except (RuntimeError, ValueError):
         return None  # a group that was not made by init_process_group brings no store along
-    group_name = process_group.group_name
-    index = next(_wrap_counters.setdefault(group_name, count()))
+    place = f"{process_group.group_name}/{kind}"
+    index = next(_wrap_counters.setdefault(place, count()))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefix = f"lockstep/{attempt}/{group_name}/{index}"
+    prefix = f"lockstep/{attempt}/{place}/{index}"
     return Board(store, prefix, process_group.rank(), process_group.size())

@@ -9,16 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from time import monotonic
 
 from lockstep.agree.board import Board
-from lockstep.errors import Disagreement, PeerLate, rank_table
+from lockstep.errors import Disagreement, LockstepError, PeerFailed, PeerLate, rank_table
 
 logger = logging.getLogger("lockstep")
 
 _EQUAL = "equal"
+_FAILED = "failed "
 _WARN_EVERY_SECONDS = 10.0
 
 
@@ -63,6 +65,20 @@ class ModelDescription:
         return cls(**data)
 
 
+@contextmanager
+def wrap_failures_told(board: Board | None) -> Iterator[None]:
+    """An error in here, before this rank could agree, reaches the ranks that wait for it instead of their deadline."""
+    try:
+        yield
+    except Exception as error:
+        if board is not None and not isinstance(error, LockstepError):
+            words = json.dumps({"rank": board.rank, "type": type(error).__name__, "text": str(error)[:4000]})
+            board.post(f"digest/{board.rank}", _FAILED + words)
+            if board.rank == 0:
+                board.post("verdict", _FAILED + words)
+        raise
+
+
 def agree_on_model(board: Board, mine: ModelDescription, timeout_seconds: float) -> None:
     """Return when all ranks described the same model; otherwise raise the same error on all of them."""
     text = mine.to_json()
@@ -74,6 +90,13 @@ def agree_on_model(board: Board, mine: ModelDescription, timeout_seconds: float)
         board.post("verdict", verdict)
     else:
         verdict = _wait_for_verdict(board, deadline)
+    if verdict.startswith(_FAILED):
+        failure = json.loads(verdict.removeprefix(_FAILED))
+        raise PeerFailed(
+            f"Rank {failure['rank']} could not wrap its model, so rank {board.rank} stops too. It said:\n"
+            f"{failure['type']}: {failure['text']}",
+            failure["rank"],
+        )
     if verdict != _EQUAL:
         board.post(f"description/{board.rank}", text)
         raise _disagreement(board, monotonic() + timeout_seconds)
@@ -84,7 +107,11 @@ def _collect_verdict(board: Board, digest: str, deadline: float) -> str:
     missing = board.wait_for(others, deadline, _slow_arrival_warning(board))
     if missing:
         raise _late(board)
-    return _EQUAL if all(board.read(key) == digest for key in others) else "different"
+    digests = [board.read(key) or "" for key in others]
+    failed = next((d for d in digests if d.startswith(_FAILED)), None)
+    if failed is not None:
+        return failed
+    return _EQUAL if all(d == digest for d in digests) else "different"
 
 
 def _wait_for_verdict(board: Board, deadline: float) -> str:

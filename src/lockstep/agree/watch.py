@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from time import monotonic, sleep
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -35,6 +38,8 @@ class Watch:
         self._board = board
         self._rank = rank
         self._stall_seconds = float(os.environ.get("LOCKSTEP_STALL_SECONDS", "10"))
+        if board is not None:
+            _leave_last_words(self)
 
     def wait_work(self, work: Any, moment: Callable[[], str]) -> None:
         """Wait for ``work`` (a collective whose wait blocks the host); ``moment`` names it in messages."""
@@ -117,8 +122,8 @@ class Watch:
         self._look_for_last_words(moment)
         raise PeerFailed(
             f"Rank {self._rank} lost a peer in {moment()}: {error}\n"
-            "That peer left no error behind, so it was probably killed (out of memory, a signal, a lost host). "
-            "Look at the first rank that ended, and at the launcher's summary."
+            "That peer left no error behind: it was killed (out of memory, a signal, a lost host), or it ended without "
+            "an error. Look at the first rank that ended, and at the launcher's summary."
         ) from error
 
     def _look_for_last_words(self, moment: Callable[[], str]) -> None:
@@ -152,3 +157,25 @@ class Watch:
             late or "none is known to be late (a slow link, or all ranks arrived just now)",
             where,
         )
+
+
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+
+def _leave_last_words(watch: Watch) -> None:
+    """An exception that ends this process, wherever it was raised, is left on the board for the peers."""
+    if not _is_installed():
+        previous = sys.excepthook
+
+        def post_and_show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            for living in _watches:
+                living.post_failure(error)
+            previous(kind, error, trace)
+
+        post_and_show.is_lockstep = True  # type: ignore[attr-defined]
+        sys.excepthook = post_and_show
+    _watches.add(watch)
+
+
+def _is_installed() -> bool:
+    return bool(_watches) or hasattr(sys.excepthook, "is_lockstep")

@@ -158,6 +158,8 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the tensor's elements fill one block of memory without gaps or overlap, in whatever order."""
+    if tensor.numel() == 0:
+        return True
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
         if stride != expected:

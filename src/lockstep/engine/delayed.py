@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep import torch_private
+from lockstep.agree.watch import Watch
 from lockstep.engine.bucket import LiveBucket
 from lockstep.engine.reducer import Reducer
 
@@ -22,6 +24,13 @@ class DelayedReduction:
     def __init__(self, reducer: Reducer, trigger: nn.Parameter) -> None:
         self._reducer = reducer
         self._handle = trigger.register_hook(self._on_trigger)
+
+    def use_process_group(self, process_group: dist.ProcessGroup, watch: Watch) -> None:
+        self._reducer.use_process_group(process_group)
+        self._reducer.watch = watch
+
+    def detach(self) -> None:
+        self._handle.remove()
 
     def _on_trigger(self, gradient: Tensor) -> Tensor:
         flying: list[LiveBucket] = []

@@ -12,8 +12,8 @@ Under ``join()`` the forward decides, because ranks that have run out of data mu
 [Note: end of a pass]  Reentrant checkpoints run a backward inside the backward, and a callback queued in there fires
 when the inner one ends.  So the end of a pass only *finishes* a window whose buckets have all left; a window that is
 still short of parameters stays open for the outer pass, or for the user's next backward.  In the second case what
-has left is collected, and the next pass launches nothing before its end, since it may add to any parameter; buckets
-it added to are sent again, which is right because averaging leaves alone what is equal on all ranks.  Where
+has left is collected, and the next pass launches nothing before its end, since it may add to any parameter; what had
+left is then sent again, which is right because averaging leaves alone what is equal on all ranks.  Where
 parameters may legitimately stay without a gradient (find_unused_parameters, static_graph), a hook on the outputs
 queues the callback in the outermost pass instead, whose end marks the rest as unused.
 """
@@ -57,6 +57,7 @@ class EagerBackward:
         self.static_graph = False
         self.graph_is_learned = False  # static_graph: the first window showed how often each parameter fires
         self._just_learned = False
+        self._fire_order: list[Slot] = []
         self.num_synced_passes = 0
         # Accumulated in passes that did not synchronise, and not reduced since.
         self.holds_local_gradients = False
@@ -75,7 +76,7 @@ class EagerBackward:
         self._continues = self._left_open = False  # see [Note: end of a pass]
         self._lock = threading.RLock()
         self._handles: list[Any] = []
-        self._pass_running = self._callback_queued = self._outermost_seen = self._syncs = self._fired = False
+        self._pass_running = self._callback_queued = self._outermost_seen = self._syncs = False
         self._pass_start = 0
         self._context_gradients: Mapping[Tensor, Tensor] | None = None
         self.window = self._new_window()
@@ -94,7 +95,10 @@ class EagerBackward:
         on_gradient = self._on_gradient_locked if is_multi_device else self._on_gradient
         for slot in self.reducer.slots:
             hook = partial(on_gradient, slot)
+            is_trained = slot.parameter.requires_grad
+            slot.parameter.requires_grad_(True)  # a parameter that is frozen for now takes no hook otherwise
             self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))
+            slot.parameter.requires_grad_(is_trained)
 
     @property
     def is_attached(self) -> bool:
@@ -109,6 +113,8 @@ class EagerBackward:
         """The reducer has a new plan: count anew."""
         self.reset()
         self.window = self._new_window()
+        self.graph_is_learned = False
+        self._fire_order = []
 
     def prepare_backward(self, output: Any) -> None:
         """After a forward: find the parameters it used, and watch for the backward that starts from its outputs."""
@@ -121,14 +127,14 @@ class EagerBackward:
                 reached = parameters_reached_from(outputs)
             self._used_in_forward = (self._used_in_forward or set()) | reached
         for tensor in outputs:
-            tensor.register_hook(self._on_output_gradient)
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._on_output_gradient)
 
     def _on_output_gradient(self, _: Tensor) -> None:
         with self._lock:
             if not self._outermost_seen:
                 self._outermost_seen = True
                 self._callback_queued = True
-                self._begin_pass()
                 torch_private.queue_backward_callback(self._end_pass)
 
     def on_context_gradient(self, slot: Slot, gradients: Mapping[Tensor, Tensor]) -> None:
@@ -144,11 +150,11 @@ class EagerBackward:
     def _on_gradient(self, slot: Slot, _: Tensor) -> None:
         """The hook: runs once per parameter and backward, so it does as little as it can."""
         slot.dirty = True
-        self._fired = True
-        if not self._callback_queued:
+        if not self._pass_running:
             self._begin_pass()
-            self._callback_queued = True
-            torch_private.queue_backward_callback(self._end_pass)
+            if not self._callback_queued:
+                self._callback_queued = True
+                torch_private.queue_backward_callback(self._end_pass)
         if self._syncs:
             self._count(slot)
 
@@ -160,7 +166,7 @@ class EagerBackward:
     # ---------------------------------------------------------------- the pass
 
     def _reset_pass(self) -> None:
-        self._pass_running = self._callback_queued = self._outermost_seen = self._syncs = self._fired = False
+        self._pass_running = self._callback_queued = self._outermost_seen = self._syncs = False
         self._pass_start = 0
         self._context_gradients = None
 
@@ -169,6 +175,8 @@ class EagerBackward:
             return
         self._pass_running = True
         self._continues = self.window.is_open and self._left_open
+        if self._continues:
+            self.window.expect_more()
         self._pass_start = now()
         self._syncs = self._wants_sync()
         if self._syncs and not self.window.is_open:
@@ -179,6 +187,8 @@ class EagerBackward:
 
     def _mark_known_unused(self) -> None:
         for slot in [slot for slot in self.reducer.slots if self._is_known_unused(slot)]:
+            if slot.dirty and self.static_graph and slot.parameter.requires_grad:
+                raise errors.graph_changed(slot.place, rank=self.reducer.rank, expected=0)
             self.window.mark_ready(slot, found_unused=True)
 
     def _is_known_unused(self, slot: Slot) -> bool:
@@ -195,7 +205,6 @@ class EagerBackward:
             if self._continues:
                 if not slot.ready:
                     self.window.note_ready(slot)
-                self.window.mark_stale(slot.bucket)
             elif slot.ready:
                 raise errors.ready_twice(slot.place, rank=self.reducer.rank, was_found_unused=slot.found_unused)
             else:
@@ -210,9 +219,10 @@ class EagerBackward:
         """static_graph: whether ``slot`` has now received as many gradients as in the first window."""
         slot.num_fires += 1
         if not self.graph_is_learned:
+            if slot.num_fires == 1:
+                self._fire_order.append(slot)
             return False  # the first window only watches; it is reduced as a whole at its end
-        expected = slot.expected_fires
-        assert expected is not None
+        expected = 1 if slot.expected_fires is None else slot.expected_fires  # None: learned as a joined rank
         if slot.num_fires > expected:
             raise errors.graph_changed(slot.place, rank=self.reducer.rank, expected=expected)
         return slot.num_fires == expected
@@ -235,6 +245,9 @@ class EagerBackward:
     def _end_pass(self) -> None:
         """The engine finished a pass: reduce what is complete, or leave the window open for the next pass."""
         with self._lock:
+            if not self._pass_running:  # no parameter received a gradient (torch.autograd.grad)
+                self._reset_pass()
+                return
             end = now()
             self.reducer.timeline.record("backward", self._pass_start, end)
             if self._syncs and self.window.is_open:
@@ -247,7 +260,7 @@ class EagerBackward:
                     self._left_open = True
                     self._collect_launched()
             else:
-                self.holds_local_gradients |= self._fired
+                self.holds_local_gradients = True
                 self._used_in_forward = None
             is_over = not self.window.is_open
             self._reset_pass()
@@ -256,19 +269,19 @@ class EagerBackward:
 
     def _settle_missing(self) -> None:
         """At the end of a pass: parameters that need not be waited for any longer count as ready."""
-        if not self._fired:
-            return
         missing = self.window.missing
         if self._rest_is_unused():
             for slot in missing:
-                self.window.note_ready(slot, found_unused=True)
+                self.window.note_ready(slot, found_unused=not (self.static_graph and slot.num_fires))
+            if self.static_graph:
+                self.window.ready_order = self._fire_order
         elif not self.static_graph and all(slot.dirty for slot in missing) and not self._is_inner_pass():
             # All of them got their gradient in passes that did not synchronise.
             for slot in missing:
                 self.window.note_ready(slot)
 
     def _is_inner_pass(self) -> bool:
-        return torch_private.in_reentrant_checkpoint()
+        return torch_private.in_nested_backward()
 
     def _rest_is_unused(self) -> bool:
         """Whether parameters that are not ready at the end of a pass count as unused (or as a missing gradient)."""
@@ -292,8 +305,10 @@ class EagerBackward:
 
     def _finish_window(self) -> None:
         with self._telling_peers():
+            self.reducer.land_unordered()
             for bucket in self.window.take_stale():
                 self._launch(bucket)
+            self.reducer.land_unordered()
             is_used = self._agree_on_used()
             if self.before_write_back is not None:
                 self._land_all()
@@ -373,6 +388,11 @@ class EagerBackward:
 
     # ---------------------------------------------------------------- the proof
 
+    def forget_broken_pass(self) -> None:
+        """Before a forward: a backward that raised has left its marks, because the engine skips its callbacks then."""
+        if not torch_private.in_backward():
+            self._reset_pass()
+
     def require_finished(self) -> None:
         """Raise if the last backward that synchronises left the window incomplete."""
         if self.window.is_open:
@@ -384,14 +404,14 @@ class EagerBackward:
                     finds_unused=self.finds_unused,
                     static_graph=self.static_graph,
                 )
-        if not torch_private.in_backward():
-            self._reset_pass()  # a backward that raised has left its marks
 
     def reset(self) -> None:
         """Forget the current window, after an error in a backward that was caught."""
         for bucket in self.reducer.buckets:
             if bucket.flight is None:
                 self.reducer.unstage(bucket)
+            else:  # a collective that nobody will wait for may still write into these
+                bucket.spare = bucket.persistent = None
             bucket.clear()
         self.window.close()
         self._left_open = False

@@ -62,9 +62,11 @@ def mirror_backward(reducer: Reducer, backward: EagerBackward) -> None:
     """
     for bucket in reducer.buckets:
         reducer.launch(bucket, [None] * len(bucket.slots))
+    reducer.land_unordered()
     is_used = backward.agree_as_joined()
     for bucket in reducer.buckets:
-        reducer.collect(bucket)
+        if bucket.flight is not None:
+            reducer.collect(bucket)
         for slot in bucket.slots:
             slot.parameter.grad = None
         reducer.write_back(bucket, is_used)

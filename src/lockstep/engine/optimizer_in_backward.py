@@ -25,6 +25,11 @@ def take_over_optimizers(backward: EagerBackward, parameters: Sequence[nn.Parame
             "Optimizers in the backward and a communication hook cannot both finish a bucket. Remove the hook "
             f"({backward.reducer.comm_hook_name}) or step the optimizer after the backward."
         )
+    if backward.before_write_back is not None:
+        raise RuntimeError(
+            "Optimizers in the backward and mixed_precision do not go together: an optimizer would step the "
+            "low-precision copies. Step the optimizer after the backward, or use torch.autocast."
+        )
     for parameter in owned:
         for handle in torch_private.in_backward_optimizer_handles(parameter):
             handle.remove()

@@ -9,9 +9,10 @@ a compiled backward.  What the two do with comm hooks, averaging, dtypes and spa
     write_back(bucket, ...)                .grad of each parameter
 
 [Note: who owns .grad]  Three ways, chosen by ``gradient_as_bucket_view``:
-  ``ALIAS`` (None, the default)  the flat buffer is new in each window and .grad points into it.  No copy back; a
-      reference to an old .grad stays valid, because its buffer is never reused; the gradients of a window that was
-      zeroed to None cost no memory while the next forward runs.
+  ``ALIAS`` (None, the default)  .grad points into a flat buffer that belongs to this window.  No copy back; a
+      reference to an old .grad stays valid, because a buffer that anything still lies in is never written again.  On
+      a GPU the gradients of a window that was zeroed to None cost no memory while the next forward runs; on the CPU
+      the buffer is kept and used again once it is free.
   ``PERSISTENT`` (True)  .grad points into a buffer that is kept, so addresses never change.
   ``OWN`` (False)  .grad keeps its own memory and the result is copied into it.
 In all three the tensor object in .grad survives: only what it points at changes.
@@ -42,13 +43,11 @@ CommHook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 
 
 # torch's hooks that start one collective and nothing after it.
-_ONE_COLLECTIVE: frozenset[Any] = frozenset(
-    {
-        default_hooks.allreduce_hook,
-        default_hooks.fp16_compress_hook,
-        default_hooks.bf16_compress_hook,
-        debugging_hooks.noop_hook,
-    }
+_ONE_COLLECTIVE = (
+    default_hooks.allreduce_hook,
+    default_hooks.fp16_compress_hook,
+    default_hooks.bf16_compress_hook,
+    debugging_hooks.noop_hook,
 )
 
 
@@ -123,7 +122,7 @@ class Reducer(ReducerTorchNames):
                 f"{self.comm_hook_name}; write one hook that does both, or build a new wrapper."
             )
         self.comm_hook, self.comm_hook_state, self.comm_hook_name = hook, state, name
-        self.hook_keeps_order = bool(getattr(hook, "keeps_order", False)) or hook in _ONE_COLLECTIVE
+        self.hook_keeps_order = bool(getattr(hook, "keeps_order", False)) or any(hook is h for h in _ONE_COLLECTIVE)
 
     # ---------------------------------------------------------------- launch
 
@@ -178,13 +177,15 @@ class Reducer(ReducerTorchNames):
     def _buffer_for(self, bucket: LiveBucket, like: Tensor) -> Tensor:
         if self.ownership is not GradOwnership.PERSISTENT:
             # On the CPU a freed buffer leaves a hole in the heap; so the last one is kept, and used again if free.
+            spare = bucket.spare
             if (
-                bucket.spare is None
-                or torch_private.shares_memory(bucket.spare)
-                or bucket.spare.dtype is not like.dtype
+                spare is None
+                or spare.dtype is not like.dtype
+                or spare.device != like.device
+                or torch_private.memory_owners(spare) > 1
             ):
-                bucket.spare = like.new_empty(bucket.spec.num_elements)
-            return bucket.spare
+                spare = bucket.spare = like.new_empty(bucket.spec.num_elements)
+            return spare
         if bucket.persistent is None:
             bucket.persistent = like.new_empty(bucket.spec.num_elements)
         return bucket.persistent
@@ -228,7 +229,7 @@ class Reducer(ReducerTorchNames):
                 targets.append(view)
         if sources:
             torch_private.foreach_copy(targets, sources)
-        return staging
+        return staging.view(-1)  # a tensor of its own, so that whoever keeps it is counted as an owner
 
     def _already_flat(self, bucket: LiveBucket, like: Tensor) -> Tensor | None:
         """The gradients as they lie, where they already form this bucket's flat buffer: nothing to pack then.
@@ -251,11 +252,15 @@ class Reducer(ReducerTorchNames):
         if self.ownership is GradOwnership.PERSISTENT:
             if bucket.persistent is None or base != bucket.persistent.data_ptr():
                 return None
-        elif len(bucket.slots) > 1:
-            # Neighbours in memory may still be separate allocations.
-            room = first.untyped_storage().nbytes() - first.storage_offset() * itemsize
-            if room < num_elements * itemsize:
+        else:
+            # Nobody else may look: autograd hands out gradients that share memory with ones it still has to read.
+            owners = len(bucket.slots) + (bucket.spare is not None and bucket.spare.data_ptr() == base)
+            if torch_private.memory_owners(first) > owners:
                 return None
+            if len(bucket.slots) > 1:  # neighbours in memory may still be separate allocations
+                room = first.untyped_storage().nbytes() - first.storage_offset() * itemsize
+                if room < num_elements * itemsize:
+                    return None
         bucket.num_adopted = len(bucket.slots)
         return first.detach().as_strided((num_elements,), (1,))
 
@@ -310,11 +315,16 @@ class Reducer(ReducerTorchNames):
         these would start in a different order on each rank, and be paired up wrongly. A hook that starts all its
         collectives at once, or orders them itself, says so by an attribute: ``hook.keeps_order = True``.
         """
-        if bucket.index == 0 or not self._blocks_host(flat) or self.hook_keeps_order:
+        if self._blocks_host(flat):
+            self.land_unordered()
+
+    def land_unordered(self) -> None:
+        """Finish what is under way before the next collective, if a hook's own ones might come in between."""
+        if self.comm_hook is None or self.hook_keeps_order:
             return
-        previous = self.buckets[bucket.index - 1]
-        if previous.flight is not None:
-            self.collect(previous)
+        for bucket in self.buckets:
+            if bucket.flight is not None:
+                self.collect(bucket)
 
     def _start_sparse(self, bucket: LiveBucket, flat: Tensor) -> Flight:
         divisor = float(self.world if self.divisor is None else self.divisor)

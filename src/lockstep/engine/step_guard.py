@@ -33,6 +33,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if torch.compiler.is_compiling():
         return  # a compiled step is traced once; the check would be traced away with it
     for backward in _watched:
+        if not backward.is_attached:
+            continue  # its wrapper is gone
         if backward.window.is_open and not backward.is_collecting:
             _stop_unfinished(backward, optimizer)
         elif backward.holds_local_gradients and backward.reducer.world > 1:

@@ -63,14 +63,16 @@ class SyncWindow:
             self._next += 1
             self._launch(self._buckets[self._next - 1])
 
-    def mark_stale(self, bucket: LiveBucket) -> None:
-        """A later pass added to a parameter of ``bucket``: if it has left already, it must leave once more."""
-        if bucket.index < self._next and bucket not in self._stale:
-            self._stale.append(bucket)
+    def expect_more(self) -> None:
+        """A later pass of this window begins: what has left may be added to, so it leaves once more at the end.
+
+        All of it, not only what this rank adds to: that set may differ between ranks, and the collectives must not.
+        """
+        self._stale = self._buckets[: self._next]
 
     def take_stale(self) -> list[LiveBucket]:
         """Buckets to send again, in plan order."""
-        stale, self._stale = sorted(self._stale, key=lambda bucket: bucket.index), []
+        stale, self._stale = self._stale, []
         return stale
 
     @property

@@ -16,6 +16,9 @@ from typing import NamedTuple
 __all__ = ["Interval", "StepRecord", "Timeline", "now"]
 
 
+_MAX_INTERVALS = 100_000
+
+
 class Interval(NamedTuple):
     """One moment: its name (the same word the code and the reports use), bucket (-1: the whole step), ns times."""
 
@@ -54,7 +57,8 @@ class Timeline:
         self._current = StepRecord(0)
 
     def record(self, name: str, start_ns: int, end_ns: int, bucket: int = -1) -> None:
-        self._current.intervals.append(Interval(name, bucket, start_ns, end_ns))
+        if len(self._current.intervals) < _MAX_INTERVALS:  # a program that never reduces never ends a step
+            self._current.intervals.append(Interval(name, bucket, start_ns, end_ns))
 
     def end_step(self) -> None:
         """Close the current step and open the next."""

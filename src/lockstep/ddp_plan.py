@@ -1,0 +1,142 @@
+"""What the wrapper does about its plan after the model is wrapped: confirm it, follow the module, extend it."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep import ddp_setup as setup
+from lockstep import errors
+from lockstep.engine import module_watch
+from lockstep.engine.bucket import Slot
+from lockstep.plan import Plan
+
+if TYPE_CHECKING:
+    from lockstep.agree.board import Board
+    from lockstep.engine.eager import EagerBackward
+    from lockstep.engine.reducer import Reducer
+    from lockstep.observe.logging_data import LoggingData
+    from lockstep.plan import BucketCaps
+
+logger = logging.getLogger("lockstep")
+
+
+class PlanKeeping:
+    """Mixed into the wrapper."""
+
+    module: nn.Module
+    reducer: Reducer
+    backward: EagerBackward
+    logger: LoggingData
+    process_group: Any
+    device: torch.device
+    parameters_to_ignore: set[str]
+    bucket_order: str
+    find_unused_parameters: bool
+    static_graph: bool
+    _board: Board | None
+    _caps: BucketCaps
+    _frozen: list[nn.Parameter]
+    _module_parameters: list[nn.Parameter]
+    _has_rebuilt_buckets: bool
+    _num_plans: int
+    _registrations_seen: int
+
+    @property
+    def plan(self) -> Plan:
+        """What travels together: print it, or save ``plan.to_json()`` with a checkpoint."""
+        return self.reducer.plan
+
+    def _use_plan(self, slots: list[Slot], ready_order: list[str] | None = None) -> None:
+        specs = setup.specs_of(slots, setup.sparse_parameter_names(self.module))
+        plan = setup.choose_plan(specs, self._caps, None, ready_order)
+        self.reducer.use_plan(plan, slots)
+        self.backward.rebuild()
+        self.backward.attach()
+        self._log_construction()  # type: ignore[attr-defined]
+
+    def _confirm_plan(self) -> None:
+        """Once, in the first forward after a reduction: all ranks still have the plan that rank 0 has.
+
+        With init_sync=False this is the only comparison.  Where unused parameters are searched for, ranks may reach
+        this forward in different states, so nothing is exchanged there (as in torch).
+        """
+        if self._has_rebuilt_buckets or self.backward.num_synced_passes == 0:
+            return
+        if self.find_unused_parameters and not self.static_graph:
+            return
+        self._has_rebuilt_buckets = True
+        if self.bucket_order == "observed" and self.plan.order != "observed":
+            self._take_observed_order()
+        digest = torch.tensor(list(bytes.fromhex(self.plan.digest)), dtype=torch.uint8, device=self.device)
+        expected = digest.clone()
+        work = dist.broadcast(expected, group=self.process_group, group_src=0, async_op=True)
+        self.reducer.land(work, expected, "the comparison of plans after the first step")
+        if not torch.equal(digest, expected):
+            error = errors.Disagreement(
+                f"Rank {self.reducer.rank} lays its gradients out differently from rank 0 (plan {self.plan.digest}), "
+                "so the first step averaged unrelated parameters.\nLikely cause: another model or another bucket size "
+                "on this rank, with init_sync=False.\nFix: build the same module with the same options on every rank."
+            )
+            self.reducer.watch.post_failure(error)
+            raise error
+
+    def _take_observed_order(self) -> None:
+        """Lay buckets out in the order rank 0 saw, which it tells the others over the board."""
+        order = [slot.name for slot in self.backward.window.ready_order]
+        seen = set(order)
+        order += [slot.name for slot in self.reducer.slots if slot.name not in seen]
+        if self._board is not None:
+            order = self._board.from_rank_zero("ready order", "\n".join(order)).split("\n")
+        self._use_plan(self.reducer.slots, order)
+
+    def _follow_module(self) -> None:
+        """Notice parameters that were unfrozen, added or replaced since the module was wrapped."""
+        if any(p.requires_grad for p in self._frozen) or self._registrations_seen != module_watch.num_registrations():
+            self._registrations_seen = module_watch.num_registrations()
+            self._compare_with_module()
+
+    def _compare_with_module(self) -> None:
+        slots = setup.trainable_slots(self.module, self.parameters_to_ignore)
+        known = {id(p): p for p in self._module_parameters}
+        for slot in slots:
+            if not isinstance(slot.parameter, nn.Parameter):
+                self._warn_functional_call(slot.name)
+                return
+            if id(slot.parameter) not in known:
+                error = errors.model_changed(slot.name, "was added or replaced", rank=self.reducer.rank)
+                self.logger.set_error_and_log(str(error))
+                raise error
+        planned = {id(slot.parameter) for slot in self.reducer.slots}
+        if not {id(slot.parameter) for slot in slots} <= planned:
+            # Those frozen since they were planned stay in: they may be unfrozen again.
+            self._extend_plan(setup.trainable_slots(self.module, self.parameters_to_ignore, also=planned))
+
+    def _extend_plan(self, slots: list[Slot]) -> None:
+        """Parameters were unfrozen: plan anew with them, on all ranks or not at all."""
+        self._use_plan(slots)
+        self._frozen = [p for p in self._module_parameters if not p.requires_grad]
+        logger.info("Parameters were unfrozen; the plan now covers %d of them.", len(slots))
+        if self._board is None:
+            return
+        self._num_plans += 1
+        digests = self._board.gather(f"plan {self._num_plans}", self.plan.digest)
+        if len(set(digests.values())) > 1:
+            raise errors.Disagreement(
+                "Ranks unfroze different parameters:\n"
+                + errors.rank_table({r: f"plan {d}" for r, d in digests.items()})
+                + "\nFix: change requires_grad of the same parameters on every rank, before the same forward.",
+                digests,
+            )
+
+    def _warn_functional_call(self, name: str) -> None:
+        warnings.warn(
+            f"The module runs with a plain tensor in place of its parameter {name} (torch.func.functional_call); the "
+            "gradient of that tensor is not reduced.",
+            stacklevel=6,
+        )
