@@ -268,6 +268,7 @@ class DistributedDataParallel(PlanKeeping, TorchNames, nn.Module, Joinable):
         self._dist_autograd = DistAutogradBridge(self.backward)
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
         self._frozen = [p for p in self._module_parameters if not p.requires_grad]
+        self._num_forwards = 0
         self._registrations_seen = -1  # so that the first forward looks
         self._num_plans = 0
         self._has_rebuilt_buckets = False

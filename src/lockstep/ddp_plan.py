@@ -45,6 +45,7 @@ class PlanKeeping:
     _module_parameters: list[nn.Parameter]
     _has_rebuilt_buckets: bool
     _num_plans: int
+    _num_forwards: int
     _registrations_seen: int
 
     @property
@@ -96,10 +97,26 @@ class PlanKeeping:
         self._use_plan(self.reducer.slots, order)
 
     def _follow_module(self) -> None:
-        """Notice parameters that were unfrozen, added or replaced since the module was wrapped."""
-        if any(p.requires_grad for p in self._frozen) or self._registrations_seen != module_watch.num_registrations():
+        """Notice parameters that were unfrozen, added or replaced since the module was wrapped.
+
+        Registering a parameter, and ``.to()`` on the wrapper, are noticed at once; for writes that bypass both, the
+        module is walked through ever more rarely.
+        """
+        self._num_forwards += 1
+        n = self._num_forwards
+        if (
+            any(p.requires_grad for p in self._frozen)
+            or self._registrations_seen != module_watch.num_registrations()
+            or n % 100 == 0
+            or n & (n - 1) == 0
+        ):
             self._registrations_seen = module_watch.num_registrations()
             self._compare_with_module()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """What ``.to()``, ``.cuda()``, ``.half()`` come down to; it may replace parameters."""
+        self._registrations_seen = -1
+        return super()._apply(*args, **kwargs)  # type: ignore[misc]
 
     def _compare_with_module(self) -> None:
         slots = setup.trainable_slots(self.module, self.parameters_to_ignore)
