@@ -133,6 +133,8 @@ def main() -> None:
     Path(description["folder"], f"answer{rank}").write_text(json.dumps(answer))
     dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may still be letting go of Python objects, and abort a regular exit
 
 
 if __name__ == "__main__":

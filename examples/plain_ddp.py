@@ -7,6 +7,7 @@ python examples/plain_ddp.py                       # a world of one
 
 import argparse
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,7 @@ def main() -> None:
         print(f"world {world}, loss {loss:.6f} after {options.steps} steps, wrapped by {type(model).__module__}")
     dist.barrier()  # no rank leaves while another still talks to it
     dist.destroy_process_group()
+    time.sleep(0.2)  # gloo's threads still let go of Python objects; a regular exit right now may abort
 
 
 if __name__ == "__main__":

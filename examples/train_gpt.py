@@ -251,6 +251,7 @@ def main() -> None:
         print(f"\nReport: {report.resolve()}")
     dist.barrier()  # no rank leaves while another still talks to it
     dist.destroy_process_group()
+    time.sleep(0.2)  # gloo's threads still let go of Python objects; a regular exit right now may abort
 
 
 if __name__ == "__main__":

@@ -119,6 +119,15 @@ def check_gradient_accumulator() -> None:
     assert private.gradient_accumulator(parameter).variable is parameter
 
 
+def check_gradient_hooks() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    assert private.gradient_hooks(parameter) == []
+    handle = parameter.register_post_accumulate_grad_hook(print)
+    assert private.gradient_hooks(parameter) == [print]
+    handle.remove()
+    assert private.gradient_hooks(parameter) == []
+
+
 def check_in_backward() -> None:
     seen = []
     parameter = torch.nn.Parameter(torch.zeros(1))

@@ -40,6 +40,7 @@ __all__ = [
     "foreach_copy",
     "foreach_mul",
     "gradient_accumulator",
+    "gradient_hooks",
     "in_backward",
     "in_backward_optimizer_handles",
     "in_nested_backward",
@@ -133,6 +134,12 @@ def leave_frame_to_python(function: Callable[..., Any]) -> Callable[..., Any]:
 
     skip_code(function.__code__)
     return function
+
+
+def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
+    """The hooks that run after a gradient was accumulated, of whoever; torch offers no way to list them."""
+    hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    return list(hooks.values()) if hooks else []
 
 
 def memory_owners(tensor: torch.Tensor) -> int:

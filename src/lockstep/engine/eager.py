@@ -33,7 +33,7 @@ from torch.autograd.profiler import record_function
 
 from lockstep import errors, torch_private
 from lockstep.engine.bucket import LiveBucket, Slot
-from lockstep.engine.managers import register_manager
+from lockstep.engine.managers import find_shared
 from lockstep.engine.reducer import Reducer
 from lockstep.engine.used import find_tensors, parameters_reached_from
 from lockstep.engine.window import SyncWindow
@@ -90,15 +90,18 @@ class EagerBackward:
     def attach(self) -> None:
         """Put the hooks on.  They sit on the parameter, so they survive ``.data`` and device changes."""
         self.detach()
-        self.reducer.shares_parameters = register_manager(self, [slot.parameter for slot in self.reducer.slots])
+        self.reducer.shares_parameters = False
+        find_shared(self.reducer, [slot.parameter for slot in self.reducer.slots])
         is_multi_device = len({slot.parameter.device for slot in self.reducer.slots}) > 1
         on_gradient = self._on_gradient_locked if is_multi_device else self._on_gradient
         for slot in self.reducer.slots:
             hook = partial(on_gradient, slot)
-            is_trained = slot.parameter.requires_grad
-            slot.parameter.requires_grad_(True)  # a parameter that is frozen for now takes no hook otherwise
+            is_frozen = not slot.parameter.requires_grad
+            if is_frozen:  # for now; it takes no hook otherwise
+                slot.parameter.requires_grad_(True)
             self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))
-            slot.parameter.requires_grad_(is_trained)
+            if is_frozen:
+                slot.parameter.requires_grad_(False)
 
     @property
     def is_attached(self) -> bool:

@@ -5,27 +5,19 @@ Then no wrapper may let ``.grad`` point at memory that is being reduced, since t
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
-if TYPE_CHECKING:
-    from lockstep.engine.eager import EagerBackward
-
-# Beside the parameters and not on them: attributes of a parameter travel with it into checkpoints.
-_managers = WeakTensorKeyDictionary()
+from lockstep import torch_private
+from lockstep.engine.reducer import Reducer
 
 
-def register_manager(manager: EagerBackward, parameters: Sequence[nn.Parameter]) -> bool:
-    """Note that ``manager`` reduces these; returns whether another living one reduces any of them too."""
-    shares = False
+def find_shared(reducer: Reducer, parameters: Sequence[nn.Parameter]) -> None:
+    """Tell ``reducer`` and the reducers of other wrappers whose hooks sit on these parameters, if there are any."""
     for parameter in parameters:
-        managers = _managers.setdefault(parameter, weakref.WeakSet())
-        for other in managers:
-            if other is not manager and other.is_attached:
-                other.reducer.shares_parameters = shares = True
-        managers.add(manager)
-    return shares
+        for hook in torch_private.gradient_hooks(parameter):
+            caller = getattr(getattr(hook, "func", None), "__self__", None)
+            other = getattr(caller, "reducer", None)
+            if isinstance(other, Reducer) and other is not reducer:
+                other.shares_parameters = reducer.shares_parameters = True
