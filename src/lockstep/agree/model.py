@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from time import monotonic
 
 from lockstep.agree.board import Board
@@ -50,7 +50,6 @@ class ModelDescription:
     parameters: tuple[TensorDescription, ...] = ()
     buffers: tuple[TensorDescription, ...] = ()
     plan_digest: str = ""
-    extra: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
@@ -168,7 +167,7 @@ def _disagreement(board: Board, deadline: float) -> Disagreement:
 def describe_differences(models: Mapping[int, ModelDescription]) -> tuple[str, dict[int, str]]:
     """The message for all ranks and the first table of rank and value in it."""
     sections: list[tuple[str, dict[int, str]]] = []
-    for title, key in (("version of", "versions"), ("option", "options"), ("setting", "extra")):
+    for title, key in (("version of", "versions"), ("option", "options")):
         by_rank = {rank: getattr(model, key) for rank, model in models.items()}
         for name in sorted({name for values in by_rank.values() for name in values}):
             values = {rank: mapping.get(name, "(absent)") for rank, mapping in by_rank.items()}
