@@ -383,7 +383,7 @@ def test_sparse_gradients(announce: bool) -> None:
 
 def gather_sparse() -> None:
     """The way for backends without sparse collectives, against the dense sum."""
-    from lockstep.engine.flight import gather_sparse_sum
+    from lockstep.engine.sparse import gather_sparse_sum
 
     rank, world = dist.get_rank(), dist.get_world_size()
     rows = torch.arange(rank, rank + rank + 1) % 6

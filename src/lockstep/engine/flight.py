@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.agree.watch import Watch
@@ -89,27 +88,6 @@ class NoFlight:
         return None
 
 
-def gather_sparse_sum(gradient: Tensor, process_group: dist.ProcessGroup, divisor: float) -> Tensor:
-    """The mean of sparse gradients on a backend without sparse collectives: gather indices and values, then add.
-
-    Sizes are exchanged first, parts are padded to the largest; ranks add in rank order, so results are bitwise equal.
-    """
-    gradient = gradient.coalesce()
-    world = dist.get_world_size(process_group)
-    count = torch.tensor([gradient._nnz()], device=gradient.device)
-    counts = [torch.empty_like(count) for _ in range(world)]
-    dist.all_gather(counts, count, group=process_group)
-    num_entries = [int(c.item()) for c in counts]
-    longest = max(1, *num_entries)
-
-    def gather_padded(part: Tensor) -> list[Tensor]:
-        padded = part.new_zeros((longest, *part.shape[1:]))
-        padded[: part.shape[0]] = part
-        parts = [torch.empty_like(padded) for _ in range(world)]
-        dist.all_gather(parts, padded, group=process_group)
-        return [p[:n] for p, n in zip(parts, num_entries, strict=True)]
-
-    indices = gather_padded(gradient.indices().t().contiguous())
-    values = gather_padded(gradient.values())
-    total = torch.sparse_coo_tensor(torch.cat(indices).t(), torch.cat(values) / divisor, gradient.shape)
-    return total.coalesce()
+def blocks_host(backend: str) -> bool:
+    """Whether waiting for a collective of this backend stops the host, so that it must be watched."""
+    return backend in ("gloo", "mpi", "ucc")

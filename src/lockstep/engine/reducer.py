@@ -33,9 +33,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default
 from lockstep import errors, torch_private
 from lockstep.agree.watch import Watch
 from lockstep.engine.bucket import LiveBucket, Slot, flatten_gradient, local_tensor
-from lockstep.engine.flight import Flight, HookFlight, NoFlight, WorkFlight, gather_sparse_sum
+from lockstep.engine.flight import Flight, HookFlight, NoFlight, WorkFlight, blocks_host
 from lockstep.engine.grad_bucket import GradBucket
 from lockstep.engine.reducer_torch_names import ReducerTorchNames
+from lockstep.engine.sparse import pack_sparse, start_sparse
 from lockstep.observe.timeline import Timeline, now
 from lockstep.plan import Plan
 
@@ -132,7 +133,7 @@ class Reducer(ReducerTorchNames):
         bucket.gradients = list(gradients)
         with torch.no_grad(), torch_private.RecordFunction(bucket.launch_name):
             if bucket.is_sparse:
-                flat = self._pack_sparse(bucket)
+                flat = pack_sparse(bucket.slots[0], bucket.gradients[0])
             else:
                 flat = self._pack(bucket)
                 if self._divides_first(flat):
@@ -264,17 +265,6 @@ class Reducer(ReducerTorchNames):
         bucket.num_adopted = len(bucket.slots)
         return first.detach().as_strided((num_elements,), (1,))
 
-    def _pack_sparse(self, bucket: LiveBucket) -> Tensor:
-        (slot,), (gradient,) = bucket.slots, bucket.gradients
-        if gradient is None:
-            size = slot.shape
-            indices = torch.empty((1, 0), dtype=torch.long, device=slot.parameter.device)
-            values = slot.parameter.new_empty((0, *size[1:]))
-            return torch.sparse_coo_tensor(indices, values, size)
-        if not gradient.is_sparse:
-            return gradient.detach().to_sparse(1)
-        return gradient.detach().coalesce().clone()
-
     # ---------------------------------------------------------------- the collective itself
 
     def start(self, bucket: LiveBucket, flat: Tensor) -> Flight:
@@ -282,7 +272,13 @@ class Reducer(ReducerTorchNames):
         if self.comm_hook is not None:
             return self._start_hook(bucket, flat)
         if flat.is_sparse:
-            return self._start_sparse(bucket, flat)
+            return start_sparse(
+                flat,
+                self.process_group,
+                self.backend(flat.device),
+                divisor=1.0 / self._factor,
+                known_rows=self.sparse_metadata.get(bucket.slots[0].name),
+            )
         if flat.numel() == 0:
             return NoFlight()
         op = dist.ReduceOp.SUM if self._divides_first(flat) else dist.ReduceOp.AVG
@@ -326,29 +322,6 @@ class Reducer(ReducerTorchNames):
             if bucket.flight is not None:
                 self.collect(bucket)
 
-    def _start_sparse(self, bucket: LiveBucket, flat: Tensor) -> Flight:
-        divisor = float(self.world if self.divisor is None else self.divisor)
-        name = bucket.slots[0].name
-        if name in self.sparse_metadata:
-            return self._start_known_rows(flat, self.sparse_metadata[name], divisor)
-        if self.backend(flat.device) == "gloo":
-            flat.div_(divisor)
-            work = dist.all_reduce(flat, group=self.process_group, async_op=True)
-            return WorkFlight(work, blocks_host=True)
-        total = gather_sparse_sum(flat, self.process_group, divisor)
-        return WorkFlight(_Finished(), blocks_host=False, after=lambda: total)
-
-    def _start_known_rows(self, flat: Tensor, rows: Tensor, divisor: float) -> Flight:
-        """All ranks said beforehand which rows any of them touches: a dense all-reduce of just those rows."""
-        rows = rows.to(flat.device)
-        dense = flat.to_dense().index_select(0, rows) / divisor
-        work = dist.all_reduce(dense, group=self.process_group, async_op=True)
-
-        def as_sparse() -> Tensor:
-            return torch.sparse_coo_tensor(rows.unsqueeze(0), dense, flat.shape).coalesce()
-
-        return WorkFlight(work, self._blocks_host(dense), after=as_sparse)
-
     @property
     def _factor(self) -> float:
         return 1.0 / (self.world if self.divisor is None else self.divisor)
@@ -382,7 +355,7 @@ class Reducer(ReducerTorchNames):
             torch_private.foreach_mul([v for v, is_left in zip(views, undivided, strict=True) if is_left], factor)
 
     def _blocks_host(self, flat: Tensor) -> bool:
-        return self.backend(flat.device) in ("gloo", "mpi", "ucc")
+        return blocks_host(self.backend(flat.device))
 
     # ---------------------------------------------------------------- collect
 
@@ -503,13 +476,3 @@ class Reducer(ReducerTorchNames):
 
 def _all_are(gradients: Sequence[Tensor | None], dtype: torch.dtype) -> bool:
     return all(g is not None and g.dtype is dtype for g in gradients)
-
-
-class _Finished:
-    """A work that was done when it was made."""
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return None
