@@ -219,6 +219,109 @@ def check_rank_not_in_group() -> None:
     assert not private.rank_not_in_group(dist.group.WORLD)
 
 
+def check_enters_autocast() -> None:
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ x
+
+    targets = [node.target for node in traced(cast).nodes]
+    assert sum(private.enters_autocast(target) for target in targets) == 1
+
+
+def check_exits_autocast() -> None:
+    assert private.exits_autocast(private.exit_autocast())
+    assert not private.exits_autocast(torch.add)
+
+
+def check_exit_autocast() -> None:
+    entered = torch.autocast("cpu", torch.bfloat16)
+    entered.__enter__()
+    assert torch.is_autocast_enabled("cpu")
+    private.exit_autocast()(entered)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def check_sets_grad_mode() -> None:
+    def without(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return x + 1
+
+    assert sum(private.sets_grad_mode(node.target) for node in traced(without).nodes) == 2
+
+
+def check_split_reason() -> None:
+    assert "DDPOptimizer" in private.split_reason(__file__).reason
+
+
+def check_fake_mode_for() -> None:
+    mode = private.fake_mode_for([torch.ones(1)])
+    assert private.fake_mode_for([private.fake_tensor(torch.ones(1), mode)]) is mode
+
+
+def check_fake_tensor() -> None:
+    real = torch.ones(2)
+    fake = private.fake_tensor(real, private.fake_mode_for([real]))
+    assert (fake.shape, fake.device, fake.is_meta) == (real.shape, real.device, False)
+    assert private.fake_tensor(fake, None) is fake
+
+
+def check_fake_copy() -> None:
+    norm = torch.nn.BatchNorm1d(2)
+    mode = private.fake_mode_for([])
+    with private.run_on_fakes(mode):
+        private.fake_copy(norm, mode)(torch.ones(3, 2))
+    assert norm.num_batches_tracked.item() == 0
+
+
+def check_run_on_fakes() -> None:
+    real = torch.ones(2)
+    mode = private.fake_mode_for([real])
+    with private.run_on_fakes(mode):
+        assert (private.fake_tensor(torch.ones(2), mode) + real).fake_mode is mode
+    assert not mode.allow_non_fake_inputs
+
+
+def check_saved_tensor_hooks_wait() -> None:
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(seen.append, lambda t: t):
+        with private.saved_tensor_hooks_wait():
+            x.exp()
+        assert seen == []
+        x.exp()
+        assert len(seen) == 1
+
+
+def check_tracing_context_of_a_part() -> None:
+    from torch._dynamo.backends.common import aot_autograd
+
+    answers = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        with private.tracing_context_of_a_part() as with_fakes:
+            answers.append(with_fakes())
+            compiled = aot_autograd(fw_compiler=lambda g, _: g)(graph, inputs)
+            answers.append(with_fakes())
+            answers.append(type(compiled(*inputs)[0]).__name__)
+        return compiled
+
+    assert torch.compile(lambda x: x + 1, backend=backend)(torch.ones(1)).item() == 2.0
+    assert answers == [False, True, "FakeTensor"]
+    with private.tracing_context_of_a_part() as with_fakes:
+        assert not with_fakes()
+
+
+def traced(function: object) -> torch.fx.Graph:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        graphs.append(graph.graph)
+        return graph
+
+    torch.compile(function, backend=backend)(torch.ones(2, 2))
+    return graphs[0]
+
+
 @pytest.mark.parametrize("name", private.__all__)
 def test_private_name(name: str) -> None:
     globals()[f"check_{name}"]()

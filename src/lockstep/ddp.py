@@ -36,6 +36,7 @@ from lockstep.engine.mixed_precision import MixedPrecisionParameters
 from lockstep.engine.module_state import broadcast_tensors, sync_module_states
 from lockstep.engine.optimizer_in_backward import take_over_optimizers
 from lockstep.engine.reducer import GradOwnership, Reducer
+from lockstep.graph.backend import STRATEGIES, OverlapCompiler
 from lockstep.observe.logging_data import LoggingData
 from lockstep.observe.timeline import Timeline, now
 from lockstep.plan import BucketCaps, Plan
@@ -61,6 +62,10 @@ class DistributedDataParallel(PlanKeeping, TorchNames, nn.Module, Joinable):
         bucket_order: ``"declared"`` (default) fills buckets in the reverse of declaration order, fixed before the first
             backward; ``"observed"`` takes the order in which rank 0 saw gradients become ready in the first step,
             agreed and recorded in ``plan.order``.
+        overlap: how a compiled model overlaps communication with its backward.  ``"graph"``: the reduction of each
+            bucket starts inside the one compiled backward graph; ``"split"``: the graph is cut at bucket boundaries and
+            each part compiled by your backend; ``"none"``: the reduction starts when the compiled backward has
+            returned.  ``None`` (default) is ``"graph"``, and ``"split"`` for backends that do not trace a backward.
     """
 
     # Compilers ask the class which wrapper is running.
@@ -91,6 +96,7 @@ class DistributedDataParallel(PlanKeeping, TorchNames, nn.Module, Joinable):
         *,
         plan: Plan | str | None = None,
         bucket_order: str = "declared",
+        overlap: str | None = None,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
@@ -102,6 +108,9 @@ class DistributedDataParallel(PlanKeeping, TorchNames, nn.Module, Joinable):
                 'bucket_order="observed" needs a step in which every parameter is used, or static_graph=True; it does '
                 "not go with find_unused_parameters=True."
             )
+        if overlap not in (None, *STRATEGIES):
+            raise ValueError(f"overlap must be one of {', '.join(STRATEGIES)} or None, got {overlap!r}.")
+        self.overlap = overlap
         if gradient_as_bucket_view not in (None, True, False):
             raise ValueError(f"gradient_as_bucket_view must be None, True or False, got {gradient_as_bucket_view!r}.")
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
@@ -380,11 +389,11 @@ class DistributedDataParallel(PlanKeeping, TorchNames, nn.Module, Joinable):
         with torch_private.RecordFunction("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             before = DistributedDataParallel._active_ddp_module
-            DistributedDataParallel._active_ddp_module = self
+            DistributedDataParallel._active_ddp_module = torch_private.TorchDDP._active_ddp_module = self
             try:
                 output = self._run_ddp_forward(*inputs, **kwargs)
             finally:
-                DistributedDataParallel._active_ddp_module = before
+                DistributedDataParallel._active_ddp_module = torch_private.TorchDDP._active_ddp_module = before
             return self._post_forward(output)
 
     @torch.compiler.disable
@@ -537,5 +546,14 @@ class DistributedDataParallel(PlanKeeping, TorchNames, nn.Module, Joinable):
 
 # isinstance(model, torch.nn.parallel.DistributedDataParallel) is how libraries ask "is this wrapped?".
 nn.parallel.DistributedDataParallel.register(DistributedDataParallel)  # type: ignore[attr-defined]
+
+
+def _overlap_compiler(*, backend_compile_fn: Callable[..., Any], **_: Any) -> OverlapCompiler | None:
+    """For the wrapper that runs, if it is ours: see graph/backend.py."""
+    ddp = DistributedDataParallel._active_ddp_module
+    return None if ddp is None else OverlapCompiler(ddp.backward, backend_compile_fn, ddp.overlap)
+
+
+torch_private.stand_in_for_ddp_optimizer(_overlap_compiler)
 
 DDP = DistributedDataParallel

@@ -259,3 +259,14 @@ def model_changed(name: str, what: str, *, rank: int) -> LockstepError:
         f"Rank {rank}: the wrapped module was changed after it was wrapped: parameter {name} {what}. Its gradient "
         "would not be reduced.\nFix: change the module first and wrap it afterwards; or wrap it again."
     )
+
+
+def late_gradient(place: ParameterPlace, *, rank: int) -> LockstepError:
+    """A parameter of a compiled graph got another gradient from outside while its bucket was under way."""
+    return LockstepError(
+        f"Parameter {place.name} ({place.owner}) received a gradient from outside its compiled graph on rank {rank} "
+        "while its bucket was travelling; in the step before, all of its gradient came from the graph. The gradients "
+        "of this step are not valid.\n"
+        "Likely cause: the parameter is used outside of the model (a penalty in the loss, say) from this step on.\n"
+        "Fix: use it so from the first step on, or wrap the model with overlap='none'."
+    )

@@ -6,8 +6,8 @@ every two months; ``tests/test_torch_private.py`` fails by the name that moved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -28,29 +28,57 @@ __all__ = [
     "GradBucket",
     "MixedPrecision",
     "RecordFunction",
+    "TorchDDP",
     "all_reduce",
+    "aot_backend",
+    "aot_backend_parts",
     "as_overlapped_optimizer",
     "backend_name",
     "cast_forward_inputs",
+    "compile_with_inductor",
+    "copy_node_origin",
     "current_dist_autograd_context",
     "default_group",
     "default_store",
     "dtensor_like",
+    "engine_will_run",
+    "enters_autocast",
+    "exit_autocast",
+    "exits_autocast",
+    "fake_copy",
+    "fake_mode_for",
+    "fake_mode_of",
+    "fake_tensor",
     "flatten_dense",
+    "foreach_add",
     "foreach_copy",
     "foreach_mul",
     "gradient_accumulator",
     "gradient_hooks",
+    "gradient_positions",
+    "graph_pass",
     "in_backward",
     "in_backward_optimizer_handles",
     "in_nested_backward",
+    "inductor_config_of",
+    "inductor_setting",
     "inputs_to_device",
     "leave_frame_to_python",
     "memory_owners",
+    "node_flops",
+    "only_hooks_are_ours",
+    "plain_inputs",
     "preserve_version_counter",
     "queue_backward_callback",
     "rank_not_in_group",
+    "run_on_fakes",
+    "saved_tensor_hooks_wait",
+    "sets_grad_mode",
+    "split_reason",
+    "stand_in_for_ddp_optimizer",
+    "tracing_context_of_a_part",
     "unflatten_dense",
+    "unwrap_backend",
 ]
 
 # The location enum and the precision dataclass are what users pass in; they must be torch's own objects.
@@ -75,6 +103,7 @@ cast_forward_inputs: Callable[..., Any] = _cast_forward_inputs
 # One kernel for many copies, and for many products; torch has no public names for them.
 foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = torch._foreach_copy_
 foreach_mul: Callable[[list[torch.Tensor], float], Any] = torch._foreach_mul_
+foreach_add: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = torch._foreach_add_
 
 # All tensors as one flat copy, and a flat tensor as views in given shapes: one call each instead of one per tensor.
 flatten_dense: Callable[[list[torch.Tensor]], torch.Tensor] = torch._C._nn.flatten_dense_tensors
@@ -142,6 +171,29 @@ def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
     return list(hooks.values()) if hooks else []
 
 
+def only_hooks_are_ours(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether nobody but one hook after accumulation looks at these parameters' gradients on their way."""
+    for parameter in parameters:
+        if parameter._backward_hooks:
+            return False
+        after = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        if after is None or len(after) != 1:
+            return False
+    return True
+
+
+def engine_will_run(node: Any) -> bool:
+    """Whether the backward pass that is running now comes to ``node``.
+
+    Asked for the node that accumulates into .grad, it tells a backward from torch.autograd.grad, for which the
+    question is an error.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False
+
+
 def memory_owners(tensor: torch.Tensor) -> int:
     """How many tensors, of whoever, live in this tensor's memory; torch counts, but has no public question."""
     count = int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
@@ -203,3 +255,268 @@ def in_backward_optimizer_handles(parameter: torch.Tensor) -> list[Any]:
     from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
     return list(param_to_optim_hook_handle_map.get(parameter, []))
+
+
+# ---------------------------------------------------------------- the compiler
+
+# torch's own class, whatever stands in its place: dynamo asks it which wrapper is running.
+TorchDDP: Any = torch.nn.parallel.DistributedDataParallel
+
+
+def stand_in_for_ddp_optimizer(make: Callable[..., Any | None]) -> None:
+    """Ask ``make`` first, whenever dynamo wants an optimizer for the wrapper that is running.
+
+    Dynamo hands the user's backend to its DDPOptimizer while a wrapper runs; there is no registry for others.  Where
+    ``make`` returns None (the wrapper is not ours), and for those who build one themselves, torch's own is made.
+    """
+    from torch._dynamo.backends import distributed
+
+    original = distributed.DDPOptimizer
+    if getattr(original, "_asks_lockstep", False):
+        return
+
+    class DDPOptimizer(original):  # type: ignore[misc,valid-type]
+        _asks_lockstep = True
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            made = make(*args, **kwargs)
+            return object.__new__(cls) if made is None else made
+
+    distributed.DDPOptimizer = DDPOptimizer  # type: ignore[misc]
+
+
+def graph_pass(apply: Callable[[Any], None], key: str, before: Any = None) -> Any:
+    """A pass for Inductor that runs after the user's own, if there is one; ``key`` names its outcome for caches."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class LockstepPass(CustomGraphPass):  # type: ignore[misc]
+        def __call__(self, graph: Any) -> None:
+            if before is not None:
+                before(graph)
+            apply(graph)
+
+        def uuid(self) -> Any:
+            if before is None:
+                return f"lockstep {key}"
+            theirs = before.uuid() if hasattr(before, "uuid") else None
+            return None if theirs is None else f"lockstep {key} after {theirs}"
+
+    return LockstepPass()
+
+
+def inductor_setting(name: str, patches: dict[str, Any]) -> Any:
+    """The value of an Inductor option as it will be under ``patches``."""
+    from torch._inductor import config
+
+    return patches[name] if name in patches else getattr(config, name)
+
+
+def inductor_config_of(backend: Any) -> dict[str, Any] | None:
+    """The options that ``backend`` gives to Inductor; None if it is not Inductor."""
+    from torch._dynamo.backends.inductor import inductor
+
+    if isinstance(backend, torch._TorchCompileInductorWrapper):
+        return dict(backend.config)
+    return {} if backend is inductor else None
+
+
+def compile_with_inductor(backend: Any, gm: Any, inputs: Any, patches: dict[str, Any]) -> Any:
+    """What the Inductor backend does when it is called, with further options."""
+    from torch._inductor.compile_fx import compile_fx
+
+    named = {"compile_region_name": backend.name} if getattr(backend, "name", None) else {}
+    return compile_fx(gm, inputs, config_patches=patches, **named)
+
+
+def unwrap_backend(backend: Any) -> Any:
+    """The compiler behind the wrappers that torch.compile and dynamo put around it."""
+    seen = 0
+    while seen < 10:
+        inner = getattr(backend, "_torchdynamo_orig_backend", None)
+        if inner is None and type(backend) is torch._TorchCompileWrapper and not backend.kwargs:
+            inner = backend.compiler_fn
+        if inner is None:
+            return backend
+        backend, seen = inner, seen + 1
+    return backend
+
+
+def aot_backend_parts(backend: Any) -> dict[str, Any] | None:
+    """The parts of a backend made of AOTAutograd (``aot_eager`` and what ``aot_autograd()`` makes); None for others."""
+    from torch._dynamo.backends.common import AotAutograd
+    from torch._dynamo.backends.debugging import aot_eager, boxed_nop
+    from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+
+    if isinstance(backend, AotAutograd):
+        return {"partition_fn": default_partition, **backend.kwargs}
+    if backend is aot_eager:
+        return {
+            "fw_compiler": boxed_nop,
+            "bw_compiler": boxed_nop,
+            "partition_fn": min_cut_rematerialization_partition,
+            "keep_inference_input_mutations": True,
+        }
+    return None
+
+
+def aot_backend(parts: dict[str, Any]) -> Callable[..., Any]:
+    from torch._dynamo.backends.common import aot_autograd
+
+    return aot_autograd(**parts)
+
+
+def gradient_positions(output: Any) -> dict[int, int]:
+    """For each plain input of a joint graph that gets a gradient: which output that is.  Empty for other graphs."""
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+
+    described = output.meta.get("desc") or ()
+    return {
+        what.grad_of.idx: position
+        for position, what in enumerate(described)
+        if isinstance(what, GradAOTOutput) and isinstance(what.grad_of, PlainAOTInput)
+    }
+
+
+def plain_inputs(graph: Any) -> dict[int, Any]:
+    """The placeholders of a joint graph by the index of the argument they stand for."""
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
+    return {
+        node.meta["desc"].idx: node
+        for node in graph.find_nodes(op="placeholder")
+        if isinstance(node.meta.get("desc"), PlainAOTInput)
+    }
+
+
+def fake_mode_of(values: Any) -> AbstractContextManager[Any]:
+    """The mode under which these fake tensors were made."""
+    from torch._guards import detect_fake_mode
+
+    mode = detect_fake_mode(values)
+    assert mode is not None, "graph nodes carry fake tensors"
+    return mode
+
+
+def copy_node_origin(source: Any, target: Any) -> None:
+    """Let ``target`` count as coming from where ``source`` comes from: partitioners and traces read these keys."""
+    for key in ("stack_trace", "seq_nr", "partitioner_tag", "nn_module_stack", "autograd_backward"):
+        if key in source.meta:
+            target.meta[key] = source.meta[key]
+
+
+def node_flops(node: Any) -> float:
+    """Floating point operations of a graph node that torch has a formula for; 0 for others."""
+    from torch.utils.flop_counter import flop_registry
+
+    packet = getattr(node.target, "_overloadpacket", None)
+    formula = flop_registry.get(packet) if packet is not None else None
+    if formula is None:
+        return 0.0
+
+    def value(x: Any) -> Any:
+        return x.meta.get("val") if isinstance(x, torch.fx.Node) else x
+
+    try:
+        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
+        return float(formula(*args, **kwargs, out_val=node.meta.get("val")))
+    except Exception:  # symbolic sizes, or a formula that wants something else
+        return 0.0
+
+
+def enters_autocast(target: Any) -> bool:
+    """Whether a node of a traced graph begins an autocast region; the public context manager leaves no such node."""
+    return target is torch.amp._enter_autocast  # type: ignore[attr-defined]
+
+
+def exit_autocast() -> Callable[..., Any]:
+    """The function that ends an autocast region inside a graph."""
+    return torch.amp._exit_autocast  # type: ignore[attr-defined, no-any-return]
+
+
+def exits_autocast(target: Any) -> bool:
+    """Whether a node of a traced graph ends an autocast region."""
+    return target is torch.amp._exit_autocast  # type: ignore[attr-defined]
+
+
+def sets_grad_mode(target: Any) -> bool:
+    """Whether a node of a traced graph switches gradients on or off (``no_grad`` becomes two of them)."""
+    return target is torch._C._set_grad_enabled
+
+
+def split_reason(filename: str) -> Any:
+    """What ``torch._dynamo.explain`` says of a part of a split graph; tools look for the name of torch's optimizer."""
+    import traceback
+
+    from torch._dynamo.output_graph import GraphCompileReason
+
+    text = "Lockstep split the graph at a bucket of gradients, in the place of torch's DDPOptimizer."
+    return GraphCompileReason(text, [traceback.FrameSummary(filename, 0, "SplitOptimizer")])
+
+
+def fake_mode_for(inputs: Iterable[Any]) -> Any:
+    """The mode dynamo traced with, or that of the inputs, or a new one: values without data that graphs run on."""
+    from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return detect_fake_mode(list(inputs)) or FakeTensorMode()
+
+
+def fake_tensor(tensor: torch.Tensor, fake_mode: Any) -> torch.Tensor:
+    """The tensor without data that dynamo has for this one: the same object, with the same symbols for its sizes."""
+    from torch._dynamo.utils import to_fake_tensor
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return tensor if isinstance(tensor, FakeTensor) else to_fake_tensor(tensor, fake_mode)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def run_on_fakes(fake_mode: Any) -> Iterator[None]:
+    """Run a part on tensors without data; its own parameters are real, which the mode has to be told to accept."""
+    before = fake_mode.allow_non_fake_inputs
+    fake_mode.allow_non_fake_inputs = True
+    try:
+        with fake_mode:
+            yield
+    finally:
+        fake_mode.allow_non_fake_inputs = before
+
+
+@contextmanager
+def saved_tensor_hooks_wait() -> Iterator[None]:
+    """Keep the user's hooks on saved tensors away from tensors without data; they are for the real run."""
+    before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(before)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def tracing_context_of_a_part() -> Iterator[Callable[[], bool]]:
+    """A copy of dynamo's tracing context, in which AOTAutograd answers the first call of what it compiles with fakes.
+
+    Yields the question whether it will: a compiler need not use AOTAutograd, and without dynamo there is no context.
+    """
+    import copy
+
+    from torch._guards import TracingContext, tracing
+
+    whole = TracingContext.try_get()
+    if whole is None:
+        yield lambda: False
+        return
+    part = copy.copy(whole)
+    part.fw_metadata = None
+    part.fakify_first_call = True
+    try:
+        with tracing(part):
+            yield lambda: part.fw_metadata is not None
+    finally:
+        part.fakify_first_call = False
+
+
+def fake_copy(module: torch.nn.Module, fake_mode: Any) -> torch.nn.Module:
+    """The module with tensors without data for its parameters and buffers, so that a trial run changes nothing."""
+    from torch._dynamo.utils import deepcopy_to_fake_tensor
+
+    return deepcopy_to_fake_tensor(module, fake_mode)  # type: ignore[no-any-return]

@@ -35,7 +35,7 @@ class Watch:
     """Waits for collectives of one wrapper and tells peers why this rank stopped, if it did."""
 
     def __init__(self, board: Board | None, rank: int) -> None:
-        self._board = board
+        self.board = board
         self._rank = rank
         self._stall_seconds = float(os.environ.get("LOCKSTEP_STALL_SECONDS", "10"))
         if board is not None:
@@ -88,24 +88,24 @@ class Watch:
 
     def post_failure(self, error: BaseException) -> None:
         """Leave this rank's first error on the board, for peers that will otherwise only see a silence."""
-        if self._board is None:
+        if self.board is None:
             return
         words = json.dumps({"rank": self._rank, "type": type(error).__name__, "text": str(error)[:4000]})
         try:
-            self._board.post_first("failure", words)
+            self.board.post_first("failure", words)
         except RuntimeError:
             logger.debug("the store is gone; peers will see a closed connection instead of our error")
 
     def clear_failure(self) -> None:
         """Forget an error that was handled, so that it is not quoted for a later one."""
-        if self._board is not None:
-            self._board.forget("failure")
+        if self.board is not None:
+            self.board.forget("failure")
 
     def _raise_failed_peer(self, moment: Callable[[], str]) -> None:
-        if self._board is None:
+        if self.board is None:
             return
         try:
-            words = self._board.read("failure")
+            words = self.board.read("failure")
         except RuntimeError:
             return
         if not words:
@@ -128,7 +128,7 @@ class Watch:
 
     def _look_for_last_words(self, moment: Callable[[], str]) -> None:
         deadline = monotonic() + _LAST_WORDS_SECONDS
-        while self._board is not None and monotonic() < deadline:
+        while self.board is not None and monotonic() < deadline:
             self._raise_failed_peer(moment)
             sleep(0.05)
 
@@ -137,14 +137,14 @@ class Watch:
     def _report_stall(self, moment: Callable[[], str]) -> None:
         here = moment()
         arrived: dict[int, str] = {self._rank: here}
-        if self._board is not None:
+        if self.board is not None:
             try:
-                self._board.post(f"waiting/{self._rank}", here)
-                for rank in range(self._board.world):
-                    elsewhere = self._board.read(f"waiting/{rank}")
+                self.board.post(f"waiting/{self._rank}", here)
+                for rank in range(self.board.world):
+                    elsewhere = self.board.read(f"waiting/{rank}")
                     if elsewhere is not None:
                         arrived[rank] = elsewhere
-                late = [rank for rank in range(self._board.world) if arrived.get(rank) != here]
+                late = [rank for rank in range(self.board.world) if arrived.get(rank) != here]
             except RuntimeError:
                 late = []
         else:

@@ -21,6 +21,7 @@ class Slot:
     """One parameter's place in its bucket, and what happened to it in the current window."""
 
     __slots__ = (
+        "accumulator",
         "bucket",
         "dirty",
         "expected_fires",
@@ -28,6 +29,7 @@ class Slot:
         "is_dense_row_major",
         "is_divided",
         "is_dtensor",
+        "kept_grad",
         "name",
         "num_elements",
         "num_fires",
@@ -60,6 +62,9 @@ class Slot:
         self.ready = False
         self.is_divided = False  # the gradient was divided on its way into the flat buffer
         self.found_unused = False
+        # What lay in .grad when a compiled graph delivered, until autograd has filled .grad anew (engine/delivery.py).
+        self.kept_grad: Tensor | None = None
+        self.accumulator: Any = None  # autograd's node that adds into .grad, once asked for
         self.num_fires = 0
         self.expected_fires: int | None = None
 
@@ -73,15 +78,21 @@ class LiveBucket:
 
     __slots__ = (
         "all_row_major",
+        "came_clean",
         "collect_name",
         "flat",
         "flight",
+        "gets_more",
         "gradients",
+        "is_delivered",
+        "is_recorded",
         "is_sparse",
         "launch_name",
         "launched_ns",
         "num_adopted",
+        "num_clean_windows",
         "num_pending",
+        "parameter_ids",
         "parameters",
         "persistent",
         "sizes",
@@ -91,6 +102,7 @@ class LiveBucket:
         "spec",
         "staging",
         "views_of_flat",
+        "was_sent",
     )
 
     def __init__(self, spec: Bucket, slots: Sequence[Slot]) -> None:
@@ -111,6 +123,7 @@ class LiveBucket:
         self.launch_name = f"lockstep::launch bucket {spec.index}"
         self.collect_name = f"lockstep::collect bucket {spec.index}"
         self.parameters: list[Tensor] = [local_tensor(slot.parameter) for slot in slots]
+        self.parameter_ids = [id(slot.parameter) for slot in slots]
         # The usual case, for which one call packs and one makes all views.
         self.all_row_major = all(
             slot.is_dense_row_major and slot.num_elements and not slot.is_dtensor for slot in slots
@@ -126,6 +139,13 @@ class LiveBucket:
         self.flight: Any = None
         self.skipped = False
         self.launched_ns = 0
+        self.was_sent = False
+        # Of buckets that a compiled graph delivers, see engine/delivery.py.
+        self.is_delivered = False
+        self.is_recorded = False
+        self.came_clean = False
+        self.num_clean_windows = 0
+        self.gets_more = False  # its parameters get gradients from outside the graph as well
 
     def clear(self) -> None:
         """Forget a launch."""
@@ -134,6 +154,7 @@ class LiveBucket:
             slot.is_divided = False
         self.gradients = []
         self.num_adopted = 0
+        self.is_delivered = self.was_sent = False
 
     @property
     def index(self) -> int:

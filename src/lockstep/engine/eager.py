@@ -33,6 +33,7 @@ from torch.autograd.profiler import record_function
 
 from lockstep import errors, torch_private
 from lockstep.engine.bucket import LiveBucket, Slot
+from lockstep.engine.delivery import Deliveries, register, unregister
 from lockstep.engine.managers import find_shared
 from lockstep.engine.reducer import Reducer
 from lockstep.engine.used import find_tensors, parameters_reached_from
@@ -73,12 +74,14 @@ class EagerBackward:
         self._post_backward_futures: list[torch.futures.Future[Any]] = []
         self._last_unused: frozenset[str] | None = None
         self._used_in_forward: set[int] | None = None
-        self._continues = self._left_open = False  # see [Note: end of a pass]
-        self._lock = threading.RLock()
-        self._handles: list[Any] = []
-        self._pass_running = self._callback_queued = self._outermost_seen = self._syncs = False
+        self.continues = self._left_open = False  # see [Note: end of a pass]
+        self.lock = threading.RLock()
+        self._handles: dict[int, Any] = {}
+        self._pass_running = self._callback_queued = self._outermost_seen = self.syncs = False
         self._pass_start = 0
         self._context_gradients: Mapping[Tensor, Tensor] | None = None
+        self.deliveries = Deliveries(self)
+        self.graphs: list[Any] = []  # what was compiled of this model, for lockstep.explain
         self.window = self._new_window()
         self.attach()
 
@@ -92,25 +95,43 @@ class EagerBackward:
         self.detach()
         self.reducer.shares_parameters = False
         find_shared(self.reducer, [slot.parameter for slot in self.reducer.slots])
-        is_multi_device = len({slot.parameter.device for slot in self.reducer.slots}) > 1
-        on_gradient = self._on_gradient_locked if is_multi_device else self._on_gradient
+        self._is_multi_device = len({slot.parameter.device for slot in self.reducer.slots}) > 1
         for slot in self.reducer.slots:
-            hook = partial(on_gradient, slot)
-            is_frozen = not slot.parameter.requires_grad
-            if is_frozen:  # for now; it takes no hook otherwise
-                slot.parameter.requires_grad_(True)
-            self._handles.append(slot.parameter.register_post_accumulate_grad_hook(hook))
-            if is_frozen:
-                slot.parameter.requires_grad_(False)
+            self.set_hook(slot)
+        register(self)
+
+    def set_hook(self, slot: Slot, hook: Callable[[Tensor], None] | None = None) -> None:
+        """Let ``hook`` be what runs when the parameter's gradient is there; by default the one that counts."""
+        if hook is None:
+            hook = partial(self._on_gradient_locked if self._is_multi_device else self._on_gradient, slot)
+        before = self._handles.pop(id(slot), None)
+        if before is not None:
+            before.remove()
+        is_frozen = not slot.parameter.requires_grad
+        if is_frozen:  # for now; it takes no hook otherwise
+            slot.parameter.requires_grad_(True)
+        self._handles[id(slot)] = slot.parameter.register_post_accumulate_grad_hook(hook)
+        if is_frozen:
+            slot.parameter.requires_grad_(False)
+
+    @property
+    def in_dist_autograd(self) -> bool:
+        return self._context_gradients is not None or torch_private.current_dist_autograd_context() is not None
+
+    @property
+    def needs_every_hook(self) -> bool:
+        """Whether what each hook sees decides something before the end of the pass."""
+        return self.finds_unused or self.static_graph or self._is_multi_device or self.after_bucket is not None
 
     @property
     def is_attached(self) -> bool:
         return bool(self._handles)
 
     def detach(self) -> None:
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
-        self._handles = []
+        self._handles = {}
+        unregister(self)
 
     def rebuild(self) -> None:
         """The reducer has a new plan: count anew."""
@@ -134,7 +155,7 @@ class EagerBackward:
                 tensor.register_hook(self._on_output_gradient)
 
     def _on_output_gradient(self, _: Tensor) -> None:
-        with self._lock:
+        with self.lock:
             if not self._outermost_seen:
                 self._outermost_seen = True
                 self._callback_queued = True
@@ -154,38 +175,39 @@ class EagerBackward:
         """The hook: runs once per parameter and backward, so it does as little as it can."""
         slot.dirty = True
         if not self._pass_running:
-            self._begin_pass()
-            if not self._callback_queued:
-                self._callback_queued = True
-                torch_private.queue_backward_callback(self._end_pass)
-        if self._syncs:
+            self.begin_pass()
+        if self.syncs:
             self._count(slot)
 
     def _on_gradient_locked(self, slot: Slot, parameter: Tensor) -> None:
         """The hook for a module on several devices, each of which has its own backward thread."""
-        with self._lock:
+        with self.lock:
             self._on_gradient(slot, parameter)
 
     # ---------------------------------------------------------------- the pass
 
     def _reset_pass(self) -> None:
-        self._pass_running = self._callback_queued = self._outermost_seen = self._syncs = False
+        self._pass_running = self._callback_queued = self._outermost_seen = self.syncs = False
         self._pass_start = 0
         self._context_gradients = None
 
-    def _begin_pass(self) -> None:
+    def begin_pass(self) -> None:
+        """The first gradient of a pass has come, from a hook or from a compiled graph."""
         if self._pass_running:
             return
         self._pass_running = True
-        self._continues = self.window.is_open and self._left_open
-        if self._continues:
+        if not self._callback_queued:
+            self._callback_queued = True
+            torch_private.queue_backward_callback(self._end_pass)
+        self.continues = self.window.is_open and self._left_open
+        if self.continues:
             self.window.expect_more()
         self._pass_start = now()
-        self._syncs = self._wants_sync()
-        if self._syncs and not self.window.is_open:
+        self.syncs = self._wants_sync()
+        if self.syncs and not self.window.is_open:
             self.window.open()
             self.reducer.num_buckets_reduced = 0
-            with self._telling_peers():
+            with self.telling_peers():
                 self._mark_known_unused()
 
     def _mark_known_unused(self) -> None:
@@ -205,7 +227,11 @@ class EagerBackward:
         try:
             if self.static_graph and not self._fired_for_the_last_time(slot):
                 return
-            if self._continues:
+            if slot.bucket.is_delivered:
+                return  # looked at when the pass ends
+            if slot.kept_grad is not None:
+                self.deliveries.put_back(slot)
+            if self.continues:
                 if not slot.ready:
                     self.window.note_ready(slot)
             elif slot.ready:
@@ -215,7 +241,7 @@ class EagerBackward:
                     self.reducer.stage(slot, self._gradient_of(slot))
                 self.window.mark_ready(slot)
         except Exception as error:
-            self._tell_peers(error)
+            self.tell_peers(error)
             raise
 
     def _fired_for_the_last_time(self, slot: Slot) -> bool:
@@ -234,6 +260,9 @@ class EagerBackward:
         if self.skips_unused_buckets and all(slot.found_unused and not slot.dirty for slot in bucket.slots):
             bucket.skipped = True
             return
+        if bucket.is_delivered:
+            self.reducer.send_delivered(bucket)
+            return
         self.reducer.launch(bucket, [self._gradient_of(slot) for slot in bucket.slots])
         self.reducer.adopt(bucket)
         if self.after_bucket is not None and not (self.finds_unused or self.static_graph):
@@ -247,14 +276,16 @@ class EagerBackward:
 
     def _end_pass(self) -> None:
         """The engine finished a pass: reduce what is complete, or leave the window open for the next pass."""
-        with self._lock:
+        with self.lock:
             if not self._pass_running:  # no parameter received a gradient (torch.autograd.grad)
                 self._reset_pass()
                 return
             end = now()
             self.reducer.timeline.record("backward", self._pass_start, end)
-            if self._syncs and self.window.is_open:
-                with self._telling_peers():
+            self.deliveries.read_recorded()
+            if self.syncs and self.window.is_open:
+                with self.telling_peers():
+                    self.deliveries.settle()
                     self._settle_missing()
                     self.window.launch_complete()
                 if self.window.all_launched:
@@ -301,14 +332,17 @@ class EagerBackward:
 
     def _collect_launched(self) -> None:
         """The pass is over but the window is not: land what has left, so that a later pass may add to it."""
-        with self._telling_peers():
+        with self.telling_peers():
             for bucket in self.reducer.buckets:
                 self._collect(bucket, None)
                 self.reducer.unstage(bucket)
 
     def _finish_window(self) -> None:
-        with self._telling_peers():
+        with self.telling_peers():
             self.reducer.land_unordered()
+            for bucket in self.deliveries.buckets_to_send_again():
+                bucket.clear()  # each .grad holds the mean of what the graph delivered, and what was added to it
+                self._launch(bucket)
             for bucket in self.window.take_stale():
                 self._launch(bucket)
             self.reducer.land_unordered()
@@ -323,6 +357,7 @@ class EagerBackward:
         self._post_backward_futures = []
         self._used_in_forward = None
         self._note_unused()
+        self.deliveries.end_window()
         self.window.close()
         self._just_learned = self._left_open = False
         self.holds_local_gradients = False
@@ -341,7 +376,10 @@ class EagerBackward:
             self.reducer.collect(bucket)
         if bucket.flat is None:
             return  # collected earlier in this pass
-        self.reducer.write_back(bucket, is_used, in_place=self._context_gradients is not None)
+        if bucket.is_delivered:
+            self.reducer.finish_delivered(bucket)
+        else:
+            self.reducer.write_back(bucket, is_used, in_place=self._context_gradients is not None)
         if self.after_bucket is not None:
             self.is_collecting = True
             try:
@@ -398,8 +436,9 @@ class EagerBackward:
 
     def require_finished(self) -> None:
         """Raise if the last backward that synchronises left the window incomplete."""
+        self.deliveries.require_seen()
         if self.window.is_open:
-            with self._telling_peers():
+            with self.telling_peers():
                 raise errors.unfinished_reduction(
                     [slot.place for slot in self.window.missing],
                     rank=self.reducer.rank,
@@ -416,6 +455,7 @@ class EagerBackward:
             else:  # a collective that nobody will wait for may still write into these
                 bucket.spare = bucket.persistent = None
             bucket.clear()
+        self.deliveries.reset()
         self.window.close()
         self._left_open = False
         self._used_in_forward = None
@@ -426,14 +466,14 @@ class EagerBackward:
         self._post_backward_futures.extend(futures)
 
     @contextmanager
-    def _telling_peers(self) -> Iterator[None]:
+    def telling_peers(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            self._tell_peers(error)
+            self.tell_peers(error)
             raise
 
-    def _tell_peers(self, error: Exception) -> None:
+    def tell_peers(self, error: Exception) -> None:
         """Leave an error on the board for peers, and in the log, before it goes up to the user."""
         if not isinstance(error, errors.PeerFailed):
             self.reducer.watch.post_failure(error)

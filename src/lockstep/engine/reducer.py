@@ -139,12 +139,83 @@ class Reducer(ReducerTorchNames):
                 if self._divides_first(flat):
                     self._divide(bucket, flat)
             bucket.flat = flat
-            packed = now()
-            bucket.flight = self.start(bucket, flat)
+            self.send(bucket, start)
+        return flat
+
+    def send(self, bucket: LiveBucket, start: int) -> None:
+        """Start the collective of a bucket that is packed."""
+        assert bucket.flat is not None
+        packed = now()
+        bucket.flight = self.start(bucket, bucket.flat)
+        bucket.was_sent = True
         bucket.launched_ns = packed
         self.num_buckets_reduced += 1
         self.timeline.record("pack", start, packed, bucket.index)
+
+    def pack_delivered(
+        self,
+        bucket: LiveBucket,
+        gradients: Sequence[Tensor],
+        accumulated: Sequence[Tensor | None] | None,
+        *,
+        leaves_now: bool,
+    ) -> Tensor:
+        """Pack gradients that a compiled graph delivers, and add what has accumulated in .grad to them, if any has.
+
+        Autograd runs compiled backwards without recording, so nothing here needs to turn it off.
+        """
+        like = bucket.parameters[0]
+        divides = leaves_now and self._divides_first(like) and self._factor != 1.0
+        if accumulated is not None:
+            flat = self._pack_onto(bucket, gradients, accumulated, like)
+        elif like.device.type == "cpu" or self.ownership is GradOwnership.PERSISTENT or not bucket.all_row_major:
+            flat = self._buffer_for(bucket, like).view(-1)
+            views = bucket.views(flat)
+            if divides:  # on the way, as it costs nothing there
+                for gradient, view, slot in zip(gradients, views, bucket.slots, strict=True):
+                    torch.mul(gradient, self._factor, out=view)
+                    slot.is_divided = True
+            else:
+                torch_private.foreach_copy(views, list(gradients))
+        else:
+            flat = torch_private.flatten_dense(list(gradients))
+            if len(gradients) == 1:  # a tensor that is alone comes back as a view
+                flat = flat.clone()
+        bucket.flat = flat
         return flat
+
+    def _pack_onto(
+        self, bucket: LiveBucket, gradients: Sequence[Tensor], accumulated: Sequence[Tensor | None], like: Tensor
+    ) -> Tensor:
+        buffer = self._buffer_for(bucket, like)
+        home = buffer.untyped_storage().data_ptr()
+        # What lies in the buffer itself (gradients that were kept, zeroed or not) is read before it is written.
+        aside = [a.clone() if a is not None and a.untyped_storage().data_ptr() == home else a for a in accumulated]
+        flat = buffer.view(-1)
+        views = bucket.views(flat)
+        torch_private.foreach_copy(views, list(gradients))
+        pairs = [(view, a) for view, a in zip(views, aside, strict=True) if a is not None]
+        torch_private.foreach_add([view for view, _ in pairs], [a for _, a in pairs])
+        return flat
+
+    def send_delivered(self, bucket: LiveBucket) -> None:
+        """Start the collective of a bucket that a compiled graph delivered."""
+        assert bucket.flat is not None
+        start = now()
+        with torch_private.RecordFunction(bucket.launch_name):
+            if self._divides_first(bucket.flat):
+                self._divide(bucket, bucket.flat)
+            self.send(bucket, start)
+
+    def finish_delivered(self, bucket: LiveBucket) -> None:
+        """.grad lies in the buffer already; give it memory of its own where that was asked for."""
+        for slot in bucket.slots:
+            slot.dirty = False
+        if self.ownership is GradOwnership.OWN:
+            for parameter in bucket.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.data = parameter.grad.clone()
+        bucket.clear()
 
     def stage(self, slot: Slot, gradient: Tensor | None) -> None:
         """Move a large gradient into its place in the flat buffer before the bucket is complete (see STAGE_BYTES)."""
@@ -279,8 +350,8 @@ class Reducer(ReducerTorchNames):
                 divisor=1.0 / self._factor,
                 known_rows=self.sparse_metadata.get(bucket.slots[0].name),
             )
-        if flat.numel() == 0:
-            return NoFlight()
+        if flat.numel() == 0 or self.world == 1:
+            return NoFlight()  # the mean over one rank is there already
         op = dist.ReduceOp.SUM if self._divides_first(flat) else dist.ReduceOp.AVG
         wire = torch.view_as_real(flat) if flat.is_complex() else flat
         flight = WorkFlight(torch_private.all_reduce(self.process_group, wire, op), self._blocks_host(flat))

@@ -32,7 +32,7 @@ class SyncWindow:
         self._stale = []
         for bucket in self._buckets:
             bucket.num_pending = len(bucket.slots)
-            bucket.skipped = False
+            bucket.skipped = bucket.came_clean = False
             bucket.flight = None
         for slot in self._slots:
             slot.ready = False
@@ -53,6 +53,24 @@ class SyncWindow:
         if not found_unused:
             self.ready_order.append(slot)
         slot.bucket.num_pending -= 1
+
+    def note_bucket_ready(self, bucket: LiveBucket) -> None:
+        """Count all of a bucket's slots as ready, none of which was."""
+        for slot in bucket.slots:
+            slot.ready = True
+            slot.found_unused = False
+        self.ready_order += bucket.slots
+        bucket.num_pending = 0
+
+    def take_back(self, slot: Slot) -> None:
+        """Count ``slot`` as not ready after all; its bucket must not have left."""
+        slot.ready = False
+        self.ready_order.remove(slot)
+        slot.bucket.num_pending += 1
+
+    def is_next(self, bucket: LiveBucket) -> bool:
+        """Whether ``bucket`` leaves as soon as it is complete."""
+        return self._next == bucket.index
 
     def launch_complete(self) -> None:
         """Launch the complete buckets whose turn it is.

@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 from lockstep.plan.caps import BucketCaps
+from lockstep.plan.link import LinkModel
 
 PLAN_FORMAT = 1
 
@@ -31,11 +32,11 @@ class ParameterSpec:
     stride: tuple[int, ...] | None = None
     sparse: bool = False
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         return prod(self.shape)
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         return self.num_elements * self.itemsize
 
@@ -82,6 +83,14 @@ class Bucket:
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """What was expected of a plan when it was chosen for a measured link."""
+
+    backward_seconds: float
+    exposed_seconds: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """Buckets in launch order.  Fixed before the first backward; saved with a checkpoint."""
 
@@ -89,6 +98,9 @@ class Plan:
     caps: BucketCaps = field(default_factory=BucketCaps)
     # "reversed": the reverse of declaration order; "observed": the order rank 0 saw gradients become ready in.
     order: str = "reversed"
+    # Why these caps, where they were chosen by measurement. They are no part of the layout, hence not of the digest.
+    link: LinkModel | None = None
+    prediction: Prediction | None = None
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self.buckets)
@@ -119,13 +131,17 @@ class Plan:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def to_json(self) -> str:
-        data = {
+        data: dict[str, Any] = {
             "format": PLAN_FORMAT,
             "order": self.order,
             "caps": asdict(self.caps),
             "buckets": [[asdict(p) for p in bucket.parameters] for bucket in self.buckets],
             "digest": self.digest,
         }
+        if self.link is not None:
+            data["link"] = self.link.as_dict()
+        if self.prediction is not None:
+            data["prediction"] = asdict(self.prediction)
         return json.dumps(data)
 
     @classmethod
@@ -136,7 +152,7 @@ class Plan:
                 f"This plan has format {data.get('format')!r}; this version reads {PLAN_FORMAT}. "
                 "Build the plan anew, or load it with the version that wrote it."
             )
-        caps = data["caps"]
+        caps, link, prediction = data["caps"], data.get("link"), data.get("prediction")
         plan = cls(
             buckets=tuple(
                 Bucket(index, tuple(_spec_from_json(p) for p in parameters))
@@ -144,6 +160,8 @@ class Plan:
             ),
             caps=BucketCaps(caps["cap_bytes"], caps["first_cap_bytes"], tuple(caps["per_bucket_bytes"])),
             order=data["order"],
+            link=None if link is None else LinkModel.from_dict(link),
+            prediction=None if prediction is None else Prediction(**prediction),
         )
         if plan.digest != data["digest"]:
             raise ValueError("This plan was changed after it was written: its digest does not match its buckets.")

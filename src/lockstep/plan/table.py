@@ -23,7 +23,18 @@ def plan_table(plan: Plan) -> str:
         f"plan {plan.digest[:12]}: {len(plan)} buckets, {len(plan.parameters)} parameters, "
         f"{human_bytes(plan.num_bytes)}, {plan.order} order"
     )
-    return "\n".join([head, *lines])
+    return "\n".join([head, *_why_these_caps(plan), *lines])
+
+
+def _why_these_caps(plan: Plan) -> list[str]:
+    """At most one line: the link that was measured and what was predicted for it."""
+    said = []
+    if plan.link is not None:
+        said.append(f"link {plan.link}")
+    if plan.prediction is not None:
+        exposed, backward = plan.prediction.exposed_seconds, plan.prediction.backward_seconds
+        said.append(f"predicted {exposed * 1e3:.4g} ms exposed after a backward of {backward * 1e3:.4g} ms")
+    return ["; ".join(said)] if said else []
 
 
 def human_bytes(num_bytes: int) -> str:

@@ -1,0 +1,177 @@
+"""The compiled path on one GPU, world of one on nccl; run in a rank by gpu.py.
+
+What is timed is the whole step of a GPT-2 sized model. ``compiled alone`` is the same model under torch.compile without
+data parallel, which nobody can beat; the link is emulated by a communication hook that sleeps on a side stream for
+as long as the bucket would take.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpu_timing import BATCH, CONTEXT, NUM_SYMBOLS, _prepare, gpt2
+from subjects import TorchDDP, lockstep_ddp
+from timing import interleave
+
+LINK_BYTES_PER_SECOND = 60e9
+
+
+class EmulatedLink:
+    """A communication hook that takes as long as a link of the given rate, on a stream of its own."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self.stream = torch.cuda.Stream()
+        self.cycles_per_byte = _cycles_per_second() / bytes_per_second
+
+    def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+        buffer = bucket.buffer()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[torch.cuda.current_device()])
+        with torch.cuda.stream(self.stream):
+            torch.cuda._sleep(int(buffer.nbytes * self.cycles_per_byte))
+            future.set_result(buffer)
+        return future
+
+
+def _cycles_per_second() -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    cycles = 20_000_000
+    torch.cuda._sleep(cycles)
+    begin.record()
+    torch.cuda._sleep(cycles)
+    end.record()
+    torch.cuda.synchronize()
+    return cycles / (begin.elapsed_time(end) / 1000)
+
+
+def wrapped(wrapper: str, module: nn.Module, link: bool, **options: Any) -> nn.Module:
+    if wrapper == "alone":
+        return module
+    ddp = {"torch": lambda: TorchDDP, "lockstep": lockstep_ddp}[wrapper]()(module, **options)
+    if link:
+        ddp.register_comm_hook(None, EmulatedLink(LINK_BYTES_PER_SECOND))
+    return ddp
+
+
+class CompiledTrainer:
+    def __init__(
+        self, wrapper: str, mode: str | None, link: bool, num_steps: int, options: dict[str, Any] | None = None
+    ) -> None:
+        torch.manual_seed(0)
+        torch._dynamo.reset()  # the same code is compiled for each subject; none may find another's graph
+        self.module = gpt2().cuda()
+        self.mode = mode
+        self.ddp = wrapped(wrapper, self.module, link, **(options or {}))
+        self.model = torch.compile(self.ddp, mode=mode)
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-4, fused=True)
+        self.batch = torch.randint(NUM_SYMBOLS, (BATCH, CONTEXT + 1), device="cuda")
+        self.num_steps = num_steps
+        for _ in range(5):
+            self.step()
+        torch.cuda.synchronize()
+
+    def step(self) -> None:
+        if self.mode is not None:
+            torch.compiler.cudagraph_mark_step_begin()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = self.model(self.batch)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def seconds_per_step(self) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        begin.record()
+        for _ in range(self.num_steps):
+            self.step()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1000 / self.num_steps
+
+
+def step_times(
+    subjects: dict[str, dict[str, Any]], num_rounds: int, num_steps: int, with_graphs: bool = True
+) -> dict[str, Any]:
+    _prepare()
+    trainers, notes = {}, {}
+    for name, options in subjects.items():
+        try:
+            trainers[name] = CompiledTrainer(num_steps=num_steps, **options)
+        except Exception as error:
+            notes[name] = f"{type(error).__name__}: {str(error)[:2000]}"
+    for name, trainer in trainers.items():
+        backward = getattr(trainer.ddp, "backward", None)
+        if with_graphs and hasattr(backward, "graphs"):
+            notes[name] = [
+                {
+                    "region": graph.region,
+                    "strategy": graph.strategy,
+                    "launches": [(p.group.bucket, p.num_bytes, round(p.fraction, 3)) for p in graph.placements],
+                    "left_out": len(graph.left_out),
+                }
+                for graph in backward.graphs
+            ]
+    times = interleave({name: trainer.seconds_per_step for name, trainer in trainers.items()}, num_rounds)
+    num_bytes = sum(p.numel() * p.element_size() for p in gpt2().parameters())
+    return {"times": times, "notes": notes, "link_seconds": num_bytes / LINK_BYTES_PER_SECOND}
+
+
+def peak_memory(subject: dict[str, Any]) -> int:
+    """Peak allocated bytes in the steps of this process after compilation: what training needs."""
+    _prepare()
+    trainer = CompiledTrainer(num_steps=1, **subject)
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(3):
+        trainer.step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def gradients(mode: str | None, autocast: bool, small: bool = True) -> dict[str, Any]:
+    """Every parameter's gradient against the uncompiled module in fp32: compiled alone, and compiled in the wrapper.
+
+    The wrapper is right when no parameter is further off than twice what compiling alone makes it. The layer norms
+    are what a compiler once got wrong when buckets were concatenated in the graph.
+    """
+    torch.cuda.set_device(0)
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.manual_seed(0)
+    from models import GPT
+
+    base = GPT(num_symbols=1024, context=256, width=512, num_layers=4, num_heads=8).cuda() if small else gpt2().cuda()
+    num_symbols = base.symbols.num_embeddings
+    batch = torch.randint(num_symbols, (4, 257 if small else 513), device="cuda")
+
+    def run(model: nn.Module, module: nn.Module, cast: bool) -> dict[str, Tensor]:
+        for _ in range(4):
+            module.zero_grad()
+            if mode is not None:
+                torch.compiler.cudagraph_mark_step_begin()
+            with torch.autocast("cuda", torch.bfloat16, enabled=cast):
+                loss = model(batch)
+            loss.backward()
+        return {name: p.grad.float().clone() for name, p in module.named_parameters()}
+
+    truth = run(base, base, False)
+    found = {}
+    for wrapper in ("alone", "lockstep"):
+        torch._dynamo.reset()
+        module = copy.deepcopy(base)
+        options = {"bucket_cap_mb": 4} if wrapper == "lockstep" else {}
+        found[wrapper] = run(torch.compile(wrapped(wrapper, module, False, **options), mode=mode), module, autocast)
+    rows = {}
+    for name, right in truth.items():
+        scale = right.abs().max().item() or 1.0
+        rows[name] = [(found[w][name] - right).abs().max().item() / scale for w in ("alone", "lockstep")]
+    wrong = {name: row for name, row in rows.items() if not row[1] <= 2 * row[0] + 1e-5}
+    worst = max(rows, key=lambda name: rows[name][1])
+    return {"ok": not wrong, "wrong": wrong, "worst": [worst, *rows[worst]], "num_parameters": len(rows)}

@@ -1,0 +1,357 @@
+"""Gradients that a compiled backward delivers bucket by bucket, before autograd hands them to ``.grad``.
+
+    deliver(grads, parameters) -> flat     pack the bucket, start its collective; or only pack it (see below)
+    land(flats)                            at the end of a graph: wait for what it launched
+
+[Note: delivered and accumulated]  ``deliver`` returns the flat buffer, the graph's outputs are views of it, and
+autograd puts them into ``.grad`` without a copy; so the hook on each parameter still runs, and is the proof that the
+gradient came.  Buckets leave in plan order, whoever completes them, so that a rank whose graph differs (or that runs
+eagerly) still issues the same collectives as the others.
+
+[Note: passing through]  Where the reduction cannot start here, the gradients are only packed, and the hooks reduce
+them after the graph as in an eager backward: in a pass that does not synchronise, where these parameters are not
+exactly one bucket of the plan, for parameters with hooks of their own (which must see the local gradient), under
+``torch.autograd.grad``, and for parameters that are known to get gradients from elsewhere too.
+
+[Note: a parameter used in the graph and outside of it]  Autograd adds up what comes from both before the hook sees it:
+the mean over the ranks of one part, and this rank's value of the other.  The mean is the same on all ranks, so
+sending the bucket once more gives the mean of both.  Ranks agree over the board that they do, which costs once: from
+then on such a bucket passes through.  The sum must not be taken while the buffer travels; that is why ``land`` comes
+at the end of the graph.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lockstep import errors, torch_private
+from lockstep.engine.bucket import LiveBucket, Slot
+
+if TYPE_CHECKING:
+    from lockstep.engine.eager import EagerBackward
+
+# Who looks after a parameter. A slot keeps its parameter alive, so an id in here is never another parameter's.
+_slots: dict[int, tuple[weakref.ref[EagerBackward], Slot]] = {}
+# Buffers that a graph launched and has not landed yet, by address.
+_travelling: dict[int, tuple[weakref.ref[EagerBackward], LiveBucket]] = {}
+
+# How long ranks wait for each other to say that a bucket must be sent once more.
+_AGREEMENT_SECONDS = 60.0
+
+
+def register(backward: EagerBackward) -> None:
+    reference = weakref.ref(backward)
+    for slot in backward.reducer.slots:
+        _slots[id(slot.parameter)] = (reference, slot)
+
+
+def unregister(backward: EagerBackward) -> None:
+    for slot in backward.reducer.slots:
+        entry = _slots.get(id(slot.parameter))
+        if entry is not None and entry[0]() in (backward, None):
+            del _slots[id(slot.parameter)]
+
+
+def slot_of(parameter: Tensor) -> tuple[EagerBackward, Slot] | None:
+    """The slot of a parameter that a wrapper looks after, and that wrapper's caller of the reducer."""
+    entry = _slots.get(id(parameter))
+    backward = entry[0]() if entry is not None else None
+    return None if entry is None or backward is None else (backward, entry[1])
+
+
+def deliver(grads: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+    """The operator ``launch``: one buffer with these gradients, on its way if they are a bucket that may leave."""
+    found = slot_of(parameters[0])
+    if found is not None:
+        backward, slot = found
+        bucket = slot.bucket
+        if list(map(id, parameters)) == bucket.parameter_ids:
+            flat = backward.deliveries.take(bucket, grads)
+            if flat is not None:
+                _travelling[flat.data_ptr()] = (weakref.ref(backward), bucket)
+                return flat
+    return pack(grads, parameters)
+
+
+def land(flats: Sequence[Tensor]) -> None:
+    """The operator ``collect``: the end of a graph."""
+    for flat in flats:
+        entry = _travelling.pop(flat.data_ptr(), None)
+        backward = entry[0]() if entry is not None else None
+        if entry is not None and backward is not None:
+            backward.deliveries.end_of_graph(entry[1])
+
+
+def pack(grads: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+    """One flat buffer with each gradient in its parameter's memory order."""
+    return torch.cat([in_memory_order(g, p) for g, p in zip(grads, parameters, strict=True)])
+
+
+def in_memory_order(gradient: Tensor, parameter: Tensor) -> Tensor:
+    if parameter.is_contiguous():
+        return gradient.reshape(-1)
+    if gradient.stride() != parameter.stride():
+        gradient = torch.empty_strided(
+            parameter.shape, parameter.stride(), dtype=gradient.dtype, device=gradient.device
+        ).copy_(gradient)
+    return gradient.as_strided((parameter.numel(),), (1,))
+
+
+class Deliveries:
+    """What compiled graphs delivered to one wrapper in the current window."""
+
+    def __init__(self, backward: EagerBackward) -> None:
+        self._backward_ref = weakref.ref(backward)
+        self.is_enabled = True
+        # Parameters that were accumulated into and whose hook only says so, see [Note: recorded hooks].
+        self.recorded: list[Tensor] = []
+        self._delivered: list[LiveBucket] = []  # in the current pass
+        self._to_send_again: list[LiveBucket] = []
+
+    @property
+    def _backward(self) -> EagerBackward:
+        backward = self._backward_ref()
+        assert backward is not None
+        return backward
+
+    # ---------------------------------------------------------------- from the graph
+
+    def take(self, bucket: LiveBucket, grads: Sequence[Tensor]) -> Tensor | None:
+        """Pack and launch ``bucket``; None to leave it to the hooks, see [Note: passing through]."""
+        backward = self._backward
+        with backward.lock:
+            if not _will_accumulate(bucket.slots[0]):
+                return None
+            backward.begin_pass()
+            if not backward.syncs:
+                return None
+            accumulated = _accumulated(bucket)
+            if (
+                backward.continues
+                or bucket.num_pending < len(bucket.slots)
+                or not self._may_leave_here(bucket, grads)
+                or not (accumulated is None or _can_fold(accumulated, bucket.parameters[0].dtype))
+            ):
+                self.count_by_hooks(bucket)
+                return None
+            try:
+                return self._take(bucket, grads, accumulated)
+            except Exception as error:
+                backward.tell_peers(error)
+                raise
+
+    def _may_leave_here(self, bucket: LiveBucket, grads: Sequence[Tensor]) -> bool:
+        backward = self._backward
+        reducer = backward.reducer
+        if not self.is_enabled or not backward.is_attached or reducer.shares_parameters:
+            return False
+        if bucket.is_sparse or bucket.gets_more or reducer.reduce_dtype is not None:
+            return False
+        if backward.static_graph and not (
+            backward.graph_is_learned and all(slot.expected_fires == 1 for slot in bucket.slots)
+        ):
+            return False
+        if backward.in_dist_autograd:
+            return False
+        dtype = bucket.parameters[0].dtype
+        for gradient in grads:
+            if gradient.dtype is not dtype:
+                return False
+        return torch_private.only_hooks_are_ours(bucket.parameters)
+
+    def _take(self, bucket: LiveBucket, grads: Sequence[Tensor], accumulated: list[Tensor | None] | None) -> Tensor:
+        backward = self._backward
+        window = backward.window
+        window.note_bucket_ready(bucket)
+        flat = backward.reducer.pack_delivered(bucket, grads, accumulated, leaves_now=window.is_next(bucket))
+        if accumulated is not None:
+            # Folded in; autograd must not add it a second time. The tensor itself comes back in ``settle``.
+            for slot, gradient in zip(bucket.slots, accumulated, strict=True):
+                slot.kept_grad = gradient
+                slot.parameter.grad = None
+        for slot in bucket.slots:
+            slot.dirty = True
+        bucket.is_delivered = True
+        self._delivered.append(bucket)
+        window.launch_complete()
+        return flat
+
+    def end_of_graph(self, bucket: LiveBucket) -> None:
+        """The graph is about to hand its gradients to autograd, which may add others to them.
+
+        While other buckets are still to come, a bucket whose gradients came from this graph alone in the window
+        before may go on travelling.
+        """
+        backward = self._backward
+        if not bucket.is_delivered:
+            return
+        with backward.lock, backward.telling_peers():
+            if not bucket.was_sent:
+                if bucket.num_clean_windows == 0:
+                    self._leave_to_hooks(bucket)
+            elif bucket.flight is not None and (bucket.num_clean_windows == 0 or backward.window.all_launched):
+                backward.reducer.collect(bucket)
+
+    def _leave_to_hooks(self, bucket: LiveBucket) -> None:
+        """Its turn has not come: what is added to these gradients in the meantime must travel with them."""
+        self._delivered.remove(bucket)
+        for slot in bucket.slots:
+            self._backward.window.take_back(slot)
+        bucket.clear()
+
+    # ---------------------------------------------------------------- [Note: recorded hooks]
+    #
+    # The hook on a parameter is the proof that its gradient came, and the way out when no graph delivers. Called for
+    # every parameter in every backward it costs as much as all the rest. So once a bucket came from a graph alone, its
+    # hooks become the ``append`` of a list: nothing is lost, since the list is looked through at the end of the pass,
+    # and one parameter of each bucket keeps a hook that counts, so that a backward without the graph is noticed as it
+    # happens. Gradients that are on the list when nobody looked (a backward that reached none of those) are noticed by
+    # the next forward and the next optimizer step.
+
+    def record_by_hooks(self, bucket: LiveBucket) -> None:
+        if not bucket.is_recorded and not self._backward.needs_every_hook:
+            bucket.is_recorded = True
+            for slot in bucket.slots[1:]:
+                self._backward.set_hook(slot, self.recorded.append)
+
+    def count_by_hooks(self, bucket: LiveBucket) -> None:
+        """Let every hook of the bucket count again, from this very pass on."""
+        if bucket.is_recorded:
+            bucket.is_recorded = False
+            for slot in bucket.slots[1:]:
+                self._backward.set_hook(slot)
+
+    def read_recorded(self) -> None:
+        """At the end of a pass: what the recording hooks saw."""
+        backward = self._backward
+        expected = sum(len(bucket.slots) - 1 for bucket in self._delivered if bucket.is_recorded)
+        if len(self.recorded) == expected and backward.window.all_launched:
+            self.recorded.clear()  # all of it from graphs, which ``settle`` looks at
+            return
+        recorded = list(self.recorded)
+        self.recorded.clear()
+        for parameter in recorded:
+            found = slot_of(parameter)
+            if found is None or found[0] is not backward:
+                continue
+            slot = found[1]
+            slot.dirty = True
+            bucket = slot.bucket
+            if backward.syncs and not bucket.is_delivered:
+                self.count_by_hooks(bucket)
+                if not slot.ready:
+                    backward.window.note_ready(slot)
+
+    # ---------------------------------------------------------------- the end of a pass
+
+    def settle(self) -> None:
+        """Autograd has put the delivered gradients into ``.grad``: as they were, or with something added."""
+        delivered, self._delivered = self._delivered, []
+        for bucket in delivered:
+            assert bucket.flat is not None
+            base, itemsize = bucket.flat.data_ptr(), bucket.flat.element_size()
+            bucket.came_clean = True
+            for slot, parameter in zip(bucket.slots, bucket.parameters, strict=True):
+                gradient = parameter.grad
+                if gradient is None:
+                    raise errors.unfinished_reduction(
+                        [slot.place],
+                        rank=self._backward.reducer.rank,
+                        num_parameters=len(self._backward.reducer.slots),
+                        finds_unused=self._backward.finds_unused,
+                        static_graph=self._backward.static_graph,
+                    )
+                if gradient.data_ptr() != base + slot.offset * itemsize and slot.num_elements:
+                    self._note_addition(bucket, slot)
+                if slot.kept_grad is not None:
+                    self.put_back(slot)
+
+    def _note_addition(self, bucket: LiveBucket, slot: Slot) -> None:
+        """See [Note: a parameter used in the graph and outside of it]."""
+        if not bucket.was_sent or bucket.flight is not None:
+            raise errors.late_gradient(slot.place, rank=self._backward.reducer.rank)
+        bucket.came_clean = False
+        if bucket not in self._to_send_again:
+            self._to_send_again.append(bucket)
+
+    def put_back(self, slot: Slot) -> None:
+        """Let the tensor that was in ``.grad`` before be the one that is there afterwards."""
+        kept, slot.kept_grad = slot.kept_grad, None
+        gradient = slot.parameter.grad
+        if kept is not None and gradient is not None and kept is not gradient:
+            kept.data = gradient.detach()
+            slot.parameter.grad = kept
+
+    # ---------------------------------------------------------------- the end of the window
+
+    def buckets_to_send_again(self) -> list[LiveBucket]:
+        """Buckets whose parameters got gradients from outside the graph as well; the same on all ranks."""
+        mine, self._to_send_again = self._to_send_again, []
+        if not mine:
+            return []
+        backward = self._backward
+        board = backward.reducer.watch.board
+        indices = {bucket.index for bucket in mine}
+        if board is not None:
+            key = f"gradients from outside a graph, window {backward.num_synced_passes}"
+            told = board.gather(key, ",".join(str(i) for i in sorted(indices)), _AGREEMENT_SECONDS)
+            indices = {int(i) for text in told.values() for i in text.split(",")}
+        buckets = [backward.reducer.buckets[i] for i in sorted(indices)]
+        for bucket in buckets:
+            bucket.gets_more = True
+        return buckets
+
+    def end_window(self) -> None:
+        """Remember which buckets came from a graph alone."""
+        for bucket in self._backward.reducer.buckets:
+            if bucket.came_clean:
+                bucket.num_clean_windows += 1
+                self.record_by_hooks(bucket)
+            else:
+                bucket.num_clean_windows = 0
+                self.count_by_hooks(bucket)
+
+    def require_seen(self) -> None:
+        """Before a forward and an optimizer step: nothing was accumulated that no pass looked at."""
+        if self.recorded:
+            places = [found[1].place for found in map(slot_of, self.recorded) if found is not None]
+            self.recorded.clear()
+            raise errors.unfinished_reduction(
+                places,
+                rank=self._backward.reducer.rank,
+                num_parameters=len(self._backward.reducer.slots),
+                finds_unused=self._backward.finds_unused,
+                static_graph=self._backward.static_graph,
+            )
+
+    def reset(self) -> None:
+        """After an error: nothing that had accumulated before is lost."""
+        self.recorded.clear()
+        self._delivered = []
+        self._to_send_again = []
+        for slot in self._backward.reducer.slots:
+            if slot.kept_grad is not None:
+                slot.parameter.grad, slot.kept_grad = slot.kept_grad, None
+
+
+def _accumulated(bucket: LiveBucket) -> list[Tensor | None] | None:
+    """What lies in .grad of each parameter; None if nothing does."""
+    found = [parameter.grad for parameter in bucket.parameters]
+    return None if found.count(None) == len(found) else found
+
+
+def _can_fold(accumulated: Sequence[Tensor | None], dtype: torch.dtype) -> bool:
+    return all(a is None or (a.dtype is dtype and not a.is_sparse and not a.requires_grad) for a in accumulated)
+
+
+def _will_accumulate(slot: Slot) -> bool:
+    """Whether this backward ends in ``.grad`` of the parameter; torch.autograd.grad does not."""
+    if slot.accumulator is not None and torch_private.engine_will_run(slot.accumulator):
+        return True
+    slot.accumulator = torch_private.gradient_accumulator(slot.parameter)  # a new one after .to() and the like
+    return torch_private.engine_will_run(slot.accumulator)

@@ -1,0 +1,1 @@
+"""The compiled path: gradient communication inside the compiled backward."""

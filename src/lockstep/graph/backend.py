@@ -1,0 +1,167 @@
+"""The seam to the compiler: what stands where dynamo has its DDPOptimizer while one of our wrappers runs.
+
+Dynamo hands every graph of a running wrapper, with the user's backend, to ``OverlapCompiler``; that is true for a
+compiled wrapper, a wrapped compiled module, and for blocks compiled one by one.  It finds the buckets that the graph
+covers and lets the user's backend compile it, by one of three strategies:
+
+    graph   launches inside one backward graph (backends on AOTAutograd: inductor, aot_eager, aot_autograd(...))
+    split   one part per bucket, each compiled by the backend, whatever it is
+    none    the graph as it is; hooks reduce after it
+
+Whichever it is, the reducer's hooks reduce what no graph delivered.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, fx
+
+from lockstep import torch_private
+from lockstep.engine.bucket import LiveBucket, Slot
+from lockstep.engine.delivery import slot_of
+from lockstep.engine.eager import EagerBackward
+from lockstep.graph import joint
+from lockstep.graph.joint import GraphRecord, Group, Member
+
+logger = logging.getLogger("lockstep.graph")
+
+STRATEGIES = ("graph", "split", "none")
+
+
+class OverlapCompiler:
+    """Compiles the graphs of one wrapper, and keeps a record of each."""
+
+    def __init__(self, backward: EagerBackward, backend: Callable[..., Any], strategy: str | None) -> None:
+        self._backward = backward
+        self._backend = backend
+        self._strategy = strategy
+
+    def compile_fn(self, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        slots = self._slots_of(inputs)
+        record = GraphRecord(region=region_name(gm), strategy=self._strategy or "graph")
+        self._backward.graphs.append(record)
+        if record.strategy == "none" or not slots:
+            record.strategy = "none"
+            return self._backend(gm, inputs, **options)
+        if record.strategy == "graph":
+            compile_graph = graph_compiler(self._backend)
+            if compile_graph is not None:
+                record.groups, record.left_out = find_groups(self._backward, slots)
+                return compile_graph(gm, inputs, record, **options)
+            record.strategy = "split"
+        return self._split(gm, inputs, record, **options)
+
+    def _slots_of(self, inputs: Sequence[Any]) -> dict[int, Slot]:
+        """The parameters of this wrapper among the inputs of a graph, by the index of the input."""
+        slots = {}
+        for index, value in enumerate(inputs):
+            found = slot_of(value) if isinstance(value, Tensor) else None
+            if found is not None and found[0] is self._backward:
+                slots[index] = found[1]
+        return slots
+
+    def _split(self, gm: fx.GraphModule, inputs: Sequence[Any], record: GraphRecord, **options: Any) -> Any:
+        return self._backend(gm, inputs, **options)
+
+
+def region_name(gm: fx.GraphModule) -> str:
+    """A name for people: the first module whose code is in the graph."""
+    for node in gm.graph.nodes:
+        stack = node.meta.get("nn_module_stack")
+        if stack:
+            path, kind = next(iter(stack.values()))
+            return f"{getattr(kind, '__name__', kind)} ({path})"
+    return "a function"
+
+
+def find_groups(backward: EagerBackward, slots: dict[int, Slot]) -> tuple[list[Group], dict[str, str]]:
+    """The buckets that a graph with these parameters covers as a whole, and why the others are left to the hooks."""
+    index_of = {id(slot): index for index, slot in slots.items()}
+    groups: list[Group] = []
+    left_out: dict[str, str] = {}
+    for bucket in backward.reducer.buckets:
+        covered = [slot for slot in bucket.slots if id(slot) in index_of]
+        why = _why_not(backward, bucket, covered)
+        if why is None and covered:
+            groups.append(
+                Group(
+                    bucket.index,
+                    tuple(
+                        Member(s.name, index_of[id(s)], tuple(s.shape), tuple(s.stride), s.offset) for s in bucket.slots
+                    ),
+                )
+            )
+        elif why is not None:
+            left_out |= {slot.name: why for slot in covered}
+    return groups, left_out
+
+
+def _why_not(backward: EagerBackward, bucket: LiveBucket, covered: Sequence[Slot]) -> str | None:
+    if len(covered) < len(bucket.slots):
+        other = next(slot for slot in bucket.slots if slot not in covered)
+        return f"its bucket {bucket.index} also holds {other.name}, which this graph does not use"
+    if bucket.is_sparse:
+        return "its gradient is sparse"
+    if backward.reducer.reduce_dtype is not None:
+        return "native mixed precision reduces in another dtype"
+    if any(slot.is_dtensor for slot in bucket.slots):
+        return "it is a DTensor"
+    return None
+
+
+# ---------------------------------------------------------------- backends that take part
+
+GraphCompiler = Callable[..., Callable[..., Any]]
+
+
+def graph_compiler(backend: Callable[..., Any]) -> GraphCompiler | None:
+    """How this backend compiles a graph with launches in it; None for one that is not known to trace a backward."""
+    inner = torch_private.unwrap_backend(backend)
+    config = torch_private.inductor_config_of(inner)
+    if config is not None:
+        return partial(_compile_with_inductor, inner, config)
+    parts = torch_private.aot_backend_parts(inner)
+    if parts is not None:
+        return partial(_compile_with_aot, parts)
+    return None
+
+
+def _compile_with_inductor(
+    backend: Any, config: dict[str, Any], gm: fx.GraphModule, inputs: Sequence[Any], record: GraphRecord, **options: Any
+) -> Callable[..., Any]:
+    patches = {**config, **options.pop("config_patches", {})}
+    key = record.key()
+    for setting, put in (
+        ("joint_custom_post_pass", joint.put_launches),
+        ("post_grad_custom_post_pass", joint.put_collects),
+    ):
+        theirs = torch_private.inductor_setting(setting, patches)
+        patches[setting] = torch_private.graph_pass(partial(put, record=record), f"{setting} {key}", before=theirs)
+    return torch_private.compile_with_inductor(backend, gm, inputs, patches)
+
+
+def _compile_with_aot(
+    parts: dict[str, Any], gm: fx.GraphModule, inputs: Sequence[Any], record: GraphRecord, **options: Any
+) -> Callable[..., Any]:
+    partition, compile_backward = parts["partition_fn"], parts.get("bw_compiler") or parts["fw_compiler"]
+
+    def put_launches_and_partition(joint_module: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        joint.put_launches(joint_module.graph, record)
+        joint_module.recompile()
+        return partition(joint_module, *args, **kwargs)
+
+    def put_collects_and_compile(backward_module: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        joint.put_collects(backward_module.graph, record)
+        backward_module.recompile()
+        return compile_backward(backward_module, *args, **kwargs)
+
+    changed = {
+        **parts,
+        "partition_fn": put_launches_and_partition,
+        "bw_compiler": put_collects_and_compile,
+    }
+    return torch_private.aot_backend(changed)(gm, inputs, **options)

@@ -1,0 +1,172 @@
+"""The two graph passes: where ``launch`` and ``collect`` are put.
+
+``put_launches`` works on the joint graph of forward and backward, before it is cut in two: that way the parameters
+which ``launch`` takes become inputs of the backward like anything else it needs.  ``put_collects`` works on the
+backward graph when the compiler has finished with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lockstep import torch_private
+from lockstep.graph import ops
+
+_GROUP_KEY = "lockstep_group"  # in the meta of a launch: which of the record's groups it is
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter of a group: which input of the graph it is, and where its gradient lies in the flat buffer."""
+
+    name: str
+    input_index: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """The parameters of one bucket, all of them inputs of one graph."""
+
+    bucket: int
+    members: tuple[Member, ...]
+
+
+@dataclass
+class Placement:
+    """What became of a group in the backward graph."""
+
+    group: Group
+    num_bytes: int
+    position: int = -1  # of the launch, in nodes of the backward graph
+    fraction: float = 0.0  # how much of the backward's compute comes before it
+
+
+@dataclass
+class GraphRecord:
+    """What the passes did to one compiled graph; kept for ``lockstep.explain``."""
+
+    region: str
+    groups: list[Group] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)  # parameter name -> why hooks reduce it
+    placements: list[Placement] = field(default_factory=list)
+    num_backward_nodes: int = 0
+    strategy: str = "graph"
+
+    def key(self) -> str:
+        """Names the outcome for compile caches: another plan must not find this one's graph."""
+        return hashlib.blake2b(repr(self.groups).encode(), digest_size=16).hexdigest()
+
+
+def put_launches(graph: fx.Graph, record: GraphRecord) -> None:
+    """Let every group's gradients leave the joint graph as views of one launched buffer."""
+    output = graph.output_node()
+    gradient_positions = torch_private.gradient_positions(output)
+    inputs = torch_private.plain_inputs(graph)
+    if not gradient_positions:
+        return  # a graph without a backward, or the body of a higher-order operator
+    results = list(output.args[0])  # type: ignore[arg-type]
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    placed: list[Group] = []
+    for group in record.groups:
+        why = _why_not(group, gradient_positions, inputs, results)
+        if why is not None:
+            record.left_out |= {member.name: why for member in group.members}
+            continue
+        gradients = [results[gradient_positions[m.input_index]] for m in group.members]
+        parameters = [inputs[m.input_index] for m in group.members]
+        last = max([*gradients, *parameters], key=order.__getitem__)
+        with graph.inserting_after(last):
+            flat = graph.call_function(ops.launch, (gradients, parameters))
+        flat.meta["val"] = _fake_flat(gradients, parameters)
+        before = flat
+        for member, gradient in zip(group.members, gradients, strict=True):
+            with graph.inserting_after(before):
+                view = graph.call_function(
+                    torch.ops.aten.as_strided.default, (flat, member.shape, member.stride, member.offset)
+                )
+            view.meta["val"] = flat.meta["val"].as_strided(member.shape, member.stride, member.offset)
+            torch_private.copy_node_origin(gradient, view)
+            results[gradient_positions[member.input_index]] = before = view
+        torch_private.copy_node_origin(last, flat)
+        order[flat] = order[last]
+        flat.meta[_GROUP_KEY] = len(placed)
+        placed.append(group)
+    record.groups = placed
+    output.args = (tuple(results),)
+    graph.lint()
+
+
+def _why_not(
+    group: Group, gradient_positions: dict[int, int], inputs: dict[int, fx.Node], results: Sequence[Any]
+) -> str | None:
+    for member in group.members:
+        node = inputs.get(member.input_index)
+        position = gradient_positions.get(member.input_index)
+        if node is None or position is None or not isinstance(results[position], fx.Node):
+            return f"the graph computes no gradient for {member.name}, which is in its bucket"
+        gradient = results[position].meta.get("val")
+        if not isinstance(gradient, Tensor) or gradient.shape != member.shape or gradient.layout != torch.strided:
+            return f"the gradient of {member.name} is not a dense tensor of its shape"
+        if gradient.dtype != node.meta["val"].dtype:
+            return f"the gradient of {member.name} has another dtype than the parameter"
+    return None
+
+
+def _fake_flat(gradients: Sequence[fx.Node], parameters: Sequence[fx.Node]) -> Tensor:
+    values = [node.meta["val"] for node in gradients]
+    num_elements = sum(node.meta["val"].numel() for node in parameters)
+    with torch_private.fake_mode_of(values):
+        return values[0].new_empty(num_elements)  # type: ignore[no-any-return]
+
+
+def put_collects(graph: fx.Graph, record: GraphRecord) -> None:
+    """Launch as early as the gradients allow, and wait for everything just before the backward returns."""
+    launches = [node for node in graph.nodes if node.target is ops.launch]
+    if not launches:
+        return
+    _hoist(graph, launches)
+    output = graph.output_node()
+    with graph.inserting_before(output):
+        collect = graph.call_function(ops.collect, (launches,))
+    collect.meta["val"] = None
+    torch_private.copy_node_origin(launches[-1], collect)
+    _record_positions(graph, launches, record)
+
+
+def _hoist(graph: fx.Graph, launches: Sequence[fx.Node]) -> None:
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    for launch in launches:
+        last = max(launch.all_input_nodes, key=order.__getitem__)
+        last.append(launch)
+        order[launch] = order[last]
+
+
+def _record_positions(graph: fx.Graph, launches: Sequence[fx.Node], record: GraphRecord) -> None:
+    """Where each launch sits, as a fraction of the backward's compute (by floating point operations)."""
+    costs, total = {}, 0.0
+    for node in graph.nodes:
+        costs[node] = total
+        total += torch_private.node_flops(node)
+    record.num_backward_nodes = len(graph.nodes)
+    record.placements = []
+    positions = {node: position for position, node in enumerate(graph.nodes)}
+    for launch in launches:
+        group = record.groups[launch.meta[_GROUP_KEY]]
+        value = launch.meta["val"]
+        record.placements.append(
+            Placement(
+                group,
+                num_bytes=int(value.numel()) * value.element_size(),
+                position=positions[launch],
+                fraction=costs[launch] / total if total else positions[launch] / len(graph.nodes),
+            )
+        )

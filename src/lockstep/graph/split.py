@@ -1,0 +1,211 @@
+"""The `split` strategy: one compiled graph per bucket, so that a bucket can travel while the backward still computes.
+
+A compiled backward hands out all of its gradients at once, at its end.  Here the forward graph is cut where a bucket is
+full.  Each part gets a backward of its own, and the gradients of a part arrive when that backward is done: the part
+nearest the output first.
+
+    walk the graph from the output to the inputs, add up the parameters, cut when the cap is reached   (this file)
+    make a graph of each piece                                                                         (split_parts)
+    compile the pieces one by one, each with the fake outputs of the pieces before                     (split_compile)
+
+[Note: where a parameter counts]  A parameter that several nodes use has its gradient when the *first* of them (in the
+order of the forward) has run backward; there it is counted, once.  Counted with its last use, as it is met first in
+this walk, the shared weight of an embedding and a head would hold back the first bucket until the end of the backward.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from lockstep.graph.split_compile import compile_parts
+from lockstep.graph.split_parts import Crossing, attribute, cut
+from lockstep.graph.split_table import split_table
+from lockstep.plan.caps import DEFAULT_FIRST_CAP_BYTES
+
+log = logging.getLogger("lockstep.split")
+
+Parameters = list[list[Tensor | str]]
+
+
+@dataclass
+class Bucket:
+    """The parameters that one part of the graph delivers, and the nodes of that part (last one first)."""
+
+    size: int = 0
+    params: list[str] = field(default_factory=list)
+    param_ids: list[int] = field(default_factory=list)
+    nodes: list[fx.Node] = field(default_factory=list)
+    opcount_increased_to_capture_external_output: int = 0
+    paramsize_before_opcount_increase: int = 0
+    members: list[Tensor | str] = field(default_factory=list)
+
+    def add(self, use: ParameterUse) -> None:
+        self.size += use.nbytes
+        self.params.append(use.name)
+        self.param_ids.append(id(use.parameter))
+        self.members.append(use.parameter if use.real else use.name)
+
+
+@dataclass(frozen=True)
+class ParameterUse:
+    name: str
+    parameter: Tensor
+    real: bool  # or what dynamo traced with in its place, when the real one cannot be found
+
+    @property
+    def nbytes(self) -> int:
+        return self.parameter.numel() * self.parameter.element_size()
+
+
+class SplitOptimizer:
+    """Cuts what dynamo traced into one graph per bucket and compiles each; takes the place of torch's DDPOptimizer.
+
+    ``ignores`` says which parameters are not reduced, besides those marked ``_ddp_ignored``.  ``on_buckets`` is told
+    the buckets of every graph that holds parameters, in the order they become ready: the parameters themselves, or the
+    name in the graph where a parameter cannot be found.  ``buckets`` are those of the last graph, in forward order.
+    """
+
+    def __init__(
+        self,
+        bucket_bytes_cap: int,
+        backend_compile_fn: Callable[..., Any],
+        first_bucket_cap: int | None = None,
+        *,
+        ignores: Callable[[nn.Parameter], bool] | None = None,
+        on_buckets: Callable[[Parameters], None] | None = None,
+    ) -> None:
+        self.bucket_bytes_cap = bucket_bytes_cap
+        # A cap below the default first one is the user's wish for small buckets, so the first follows it.
+        first = DEFAULT_FIRST_CAP_BYTES if first_bucket_cap is None else first_bucket_cap
+        self.first_bucket_cap = min(first, bucket_bytes_cap)
+        self.backend_compile_fn = backend_compile_fn
+        self.buckets: list[Bucket] = []
+        self._ignores = ignores
+        self._on_buckets = on_buckets
+
+    def compile_fn(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **compiler_configs: Any) -> Any:
+        """What dynamo calls with a graph; returns what runs in its place."""
+        crossing = Crossing(gm)
+        self.buckets = self._fill_buckets(crossing, _ParameterUses(gm, example_inputs, self._is_ignored))
+        log.debug("%s", self)
+        launched = [bucket.members for bucket in reversed(self.buckets) if bucket.members]
+        if self._on_buckets is not None and launched:
+            self._on_buckets(launched)
+        if len(self.buckets) <= 1:
+            return self.backend_compile_fn(gm, example_inputs, **compiler_configs)
+        pieces = [list(reversed(bucket.nodes)) for bucket in self.buckets]
+        return compile_parts(cut(crossing, pieces), example_inputs, self.backend_compile_fn, compiler_configs)
+
+    def table(self) -> str:
+        """The buckets of the last graph in the order they are launched, and the parts that had to grow."""
+        return split_table(self.buckets, self.bucket_bytes_cap, self.first_bucket_cap)
+
+    __str__ = table
+
+    def _is_ignored(self, parameter: Tensor) -> bool:
+        if getattr(parameter, "_ddp_ignored", False):
+            return True
+        return self._ignores is not None and isinstance(parameter, nn.Parameter) and self._ignores(parameter)
+
+    def _fill_buckets(self, crossing: Crossing, uses: _ParameterUses) -> list[Bucket]:
+        buckets = [Bucket()]
+        for node in reversed(crossing.order):
+            bucket = buckets[0]
+            cap = self.first_bucket_cap if len(buckets) == 1 else self.bucket_bytes_cap
+            if bucket.size >= max(cap, 1):
+                if crossing.may_cut_after(node) and crossing.has_output(bucket.nodes):
+                    bucket = Bucket()
+                    buckets.insert(0, bucket)
+                else:
+                    if not bucket.opcount_increased_to_capture_external_output:
+                        bucket.paramsize_before_opcount_increase = bucket.size
+                    bucket.opcount_increased_to_capture_external_output += 1
+            for use in uses.counted_at(node):
+                bucket.add(use)
+            bucket.nodes.append(node)
+        if len(buckets) > 1 and (not buckets[0].size or not crossing.has_output(buckets[0].nodes)):
+            _merge_into_next(buckets)
+        return buckets if crossing.order else []
+
+
+def _merge_into_next(buckets: list[Bucket]) -> None:
+    """A preamble without parameters would cost a graph and free no gradient any earlier."""
+    preamble = buckets.pop(0)
+    bucket = buckets[0]
+    bucket.nodes += preamble.nodes
+    bucket.size += preamble.size
+    bucket.params += preamble.params
+    bucket.param_ids += preamble.param_ids
+    bucket.members += preamble.members
+
+
+class _ParameterUses:
+    """Which parameters each node uses, and at which node each of them is counted."""
+
+    def __init__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], is_ignored: Callable[[Tensor], bool]) -> None:
+        self._gm = gm
+        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        self._inputs = dict(zip(placeholders, example_inputs, strict=False))
+        self._counted: dict[fx.Node, list[ParameterUse]] = {}
+        seen: set[int] = set()
+        for node in gm.graph.nodes:
+            if node.op in ("placeholder", "get_attr", "output"):
+                continue
+            for use in self._used_by(node):
+                # [Note: where a parameter counts]
+                if id(use.parameter) not in seen and not is_ignored(use.parameter):
+                    seen.add(id(use.parameter))
+                    self._counted.setdefault(node, []).append(use)
+
+    def counted_at(self, node: fx.Node) -> list[ParameterUse]:
+        return self._counted.get(node, [])
+
+    def _used_by(self, node: fx.Node) -> Iterator[ParameterUse]:
+        # The inputs of a node include those inside lists, dicts, slices and keyword arguments.
+        for argument in node.all_input_nodes:
+            if argument.op == "placeholder":
+                yield from self._placeholder(argument)
+            elif argument.op == "get_attr":
+                yield from _parameters_in(attribute(self._gm, argument), str(argument.target))
+        if node.op == "call_module":
+            yield from _parameters_in(attribute(self._gm, node), str(node.target))
+
+    def _placeholder(self, node: fx.Node) -> Iterator[ParameterUse]:
+        traced = node.meta.get("example_value", self._inputs.get(node))
+        if not (isinstance(traced, nn.Parameter) and traced.requires_grad):
+            return
+        found = (getattr(node.meta.get("grapharg"), "example", None), self._inputs.get(node))
+        real = next((p for p in found if isinstance(p, nn.Parameter) and not hasattr(p, "fake_mode")), None)
+        yield ParameterUse(_readable_name(node), traced if real is None else real, real is not None)
+
+
+def _parameters_in(value: Any, name: str) -> Iterator[ParameterUse]:
+    """A parameter, or those of a module: a leaf the graph calls, or the body of a higher-order operator."""
+    if isinstance(value, nn.Parameter) and value.requires_grad:
+        yield ParameterUse(name, value, real=True)
+    elif isinstance(value, nn.Module):
+        for inner, parameter in value.named_parameters():
+            if parameter.requires_grad:
+                yield ParameterUse(f"{name}.{inner}", parameter, real=True)
+
+
+_STEP = re.compile(r"\['([^']+)'\]|\.(_modules|_parameters)\b")
+
+
+def _readable_name(node: fx.Node) -> str:
+    """``layers.0.weight`` where dynamo says that it came by the module's dicts; else the name in the graph."""
+    name = getattr(getattr(node, "_dynamo_source", None), "name", "")
+    text = name() if callable(name) else str(name)  # a method before torch 2.12
+    if not text.startswith("L[") or _STEP.sub("", text[1:]):
+        return str(node.target)
+    steps = [match[1] for match in _STEP.finditer(text) if match[1]]
+    return ".".join(steps[1:]) or str(node.target)
+
+
+__all__ = ["Bucket", "SplitOptimizer"]

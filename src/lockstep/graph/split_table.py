@@ -1,0 +1,40 @@
+"""The buckets of a split graph as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class _Bucket(Protocol):
+    size: int
+    params: list[str]
+    opcount_increased_to_capture_external_output: int
+    paramsize_before_opcount_increase: int
+
+
+def split_table(buckets: Sequence[_Bucket], cap_bytes: int, first_cap_bytes: int) -> str:
+    """``buckets`` in forward order; the table has them in the order they are launched."""
+    launched = list(reversed(buckets))
+    if not any(bucket.params for bucket in launched):
+        return "split: no parameters in this graph, nothing to split"
+    title = f"split: buckets {len(launched)}, cap {cap_bytes:,} bytes, first {first_cap_bytes:,} bytes"
+    rows = [("bucket", "bytes", "parameters")]
+    for index, bucket in enumerate(launched):
+        names = bucket.params or ["-"]
+        rows.append((str(index), f"{bucket.size:,}", names[0]))
+        rows += [("", "", name) for name in names[1:]]
+    text = [title, *_aligned(rows)]
+    grown = [("bucket", "more operations", "more bytes")]
+    for index, bucket in enumerate(launched):
+        if bucket.opcount_increased_to_capture_external_output:
+            more_bytes = bucket.size - bucket.paramsize_before_opcount_increase
+            grown.append((str(index), str(bucket.opcount_increased_to_capture_external_output), f"{more_bytes:,}"))
+    if len(grown) > 1:
+        text += ["extended past the cap, up to a place where the graph can be cut:", *_aligned(grown)]
+    return "\n".join(text)
+
+
+def _aligned(rows: list[tuple[str, str, str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    return [f"  {a:>{widths[0]}}  {b:>{widths[1]}}  {c}".rstrip() for a, b, c in rows]
