@@ -27,7 +27,8 @@ ALLOWED = {
     "ddp_setup": {"plan", "engine", "agree"},
     "ddp_torch_names": {"plan", "engine", "agree", "observe", "ddp_setup", "state_dict", "ddp"},
     "ddp_plan": {"plan", "engine", "agree", "observe", "ddp_setup"},
-    "ddp": {"graph", "plan", "engine", "agree", "observe", "ddp_setup", "ddp_plan", "ddp_torch_names"},
+    "ddp_compile": {"graph", "plan", "engine", "agree", "observe", "ddp_setup"},
+    "ddp": {"graph", "plan", "engine", "agree", "observe", "ddp_setup", "ddp_plan", "ddp_compile", "ddp_torch_names"},
 }
 COMMON = {"errors", "torch_private", "version"}
 HARD_CAP = 600

@@ -24,6 +24,7 @@ from lockstep import errors, torch_private
 from lockstep.agree.board import open_board
 from lockstep.agree.model import agree_on_model, wrap_failures_told
 from lockstep.agree.watch import Watch
+from lockstep.ddp_compile import Compilation
 from lockstep.ddp_plan import PlanKeeping
 from lockstep.ddp_torch_names import TorchNames
 from lockstep.engine import step_guard
@@ -47,7 +48,7 @@ _BROADCAST_CHUNK_BYTES = 250 * 1024 * 1024
 _OWNERSHIP = {None: GradOwnership.ALIAS, True: GradOwnership.PERSISTENT, False: GradOwnership.OWN}
 
 
-class DistributedDataParallel(PlanKeeping, TorchNames, nn.Module, Joinable):
+class DistributedDataParallel(PlanKeeping, Compilation, TorchNames, nn.Module, Joinable):
     """Data parallelism for a module: every rank computes on its own inputs and all ranks apply the mean gradient.
 
     Gradients are reduced in buckets while the backward still runs.  The arguments are those of
@@ -183,6 +184,7 @@ class DistributedDataParallel(PlanKeeping, TorchNames, nn.Module, Joinable):
             slots = setup.trainable_slots(module, self.parameters_to_ignore)
             specs = setup.specs_of(slots, setup.sparse_parameter_names(module))
             chosen_plan = setup.choose_plan(specs, self._caps, plan)
+            self._plan_was_given = plan is not None
             self._wrap_up(slots, chosen_plan, options if init_sync else None, init_sync_buffers)
         if delayed:
             assert param_to_hook_all_reduce is not None
@@ -276,6 +278,7 @@ class DistributedDataParallel(PlanKeeping, TorchNames, nn.Module, Joinable):
             self.backward.after_pass = self._precision.restore
         self._dist_autograd = DistAutogradBridge(self.backward)
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
+        self._init_compilation()
         self._frozen = [p for p in self._module_parameters if not p.requires_grad]
         self._num_forwards = 0
         self._registrations_seen = -1  # so that the first forward looks
@@ -386,6 +389,8 @@ class DistributedDataParallel(PlanKeeping, TorchNames, nn.Module, Joinable):
     # forward does before and after the module (buffers, join, logging) is not for a graph.
     @torch_private.leave_frame_to_python
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if not self._asked_about_compiling and torch.is_grad_enabled() and not self._join_config.enable:
+            self._measure_before_compiling(torch_private.compiler_is_watching())
         with torch_private.RecordFunction("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             before = DistributedDataParallel._active_ddp_module
@@ -551,7 +556,7 @@ nn.parallel.DistributedDataParallel.register(DistributedDataParallel)  # type: i
 def _overlap_compiler(*, backend_compile_fn: Callable[..., Any], **_: Any) -> OverlapCompiler | None:
     """For the wrapper that runs, if it is ours: see graph/backend.py."""
     ddp = DistributedDataParallel._active_ddp_module
-    return None if ddp is None else OverlapCompiler(ddp.backward, backend_compile_fn, ddp.overlap)
+    return None if ddp is None else ddp._overlap_compiler(backend_compile_fn)
 
 
 torch_private.stand_in_for_ddp_optimizer(_overlap_compiler)

@@ -36,6 +36,7 @@ __all__ = [
     "backend_name",
     "cast_forward_inputs",
     "compile_with_inductor",
+    "compiler_is_watching",
     "copy_node_origin",
     "current_dist_autograd_context",
     "default_group",
@@ -63,6 +64,7 @@ __all__ = [
     "inductor_config_of",
     "inductor_setting",
     "inputs_to_device",
+    "is_compiled",
     "leave_frame_to_python",
     "memory_owners",
     "node_flops",
@@ -74,6 +76,7 @@ __all__ = [
     "run_on_fakes",
     "saved_tensor_hooks_wait",
     "sets_grad_mode",
+    "size_hint",
     "split_reason",
     "stand_in_for_ddp_optimizer",
     "tracing_context_of_a_part",
@@ -402,6 +405,28 @@ def copy_node_origin(source: Any, target: Any) -> None:
     for key in ("stack_trace", "seq_nr", "partitioner_tag", "nn_module_stack", "autograd_backward"):
         if key in source.meta:
             target.meta[key] = source.meta[key]
+
+
+def compiler_is_watching() -> bool:
+    """Whether torch.compile looks at the frames that are called from here."""
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+    return callable(get_eval_frame_callback())
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether calling this module runs compiled code; both ways of compiling one leave private marks only."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    return isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def size_hint(size: Any) -> int:
+    """A number for a size that may be symbolic: what it was when the graph was traced."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return 1 if hint is None else int(hint)
 
 
 def node_flops(node: Any) -> float:

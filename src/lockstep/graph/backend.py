@@ -26,6 +26,8 @@ from lockstep.engine.delivery import slot_of
 from lockstep.engine.eager import EagerBackward
 from lockstep.graph import joint
 from lockstep.graph.joint import GraphRecord, Group, Member
+from lockstep.graph.split import SplitOptimizer
+from lockstep.plan import BucketCaps
 
 logger = logging.getLogger("lockstep.graph")
 
@@ -35,25 +37,42 @@ STRATEGIES = ("graph", "split", "none")
 class OverlapCompiler:
     """Compiles the graphs of one wrapper, and keeps a record of each."""
 
-    def __init__(self, backward: EagerBackward, backend: Callable[..., Any], strategy: str | None) -> None:
+    def __init__(
+        self,
+        backward: EagerBackward,
+        backend: Callable[..., Any],
+        strategy: str | None,
+        caps: BucketCaps,
+        *,
+        settle_plan: Callable[[fx.GraphModule, dict[int, Slot], list[list[str]] | None], None] | None = None,
+    ) -> None:
         self._backward = backward
         self._backend = backend
         self._strategy = strategy
+        self._caps = caps
+        self._settle_plan = settle_plan
 
     def compile_fn(self, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         slots = self._slots_of(inputs)
-        record = GraphRecord(region=region_name(gm), strategy=self._strategy or "graph")
+        compile_graph = graph_compiler(self._backend)
+        strategy = self._strategy or ("split" if compile_graph is None else "graph")
+        record = GraphRecord(region=region_name(gm), strategy=strategy)
         self._backward.graphs.append(record)
-        if record.strategy == "none" or not slots:
-            record.strategy = "none"
+        if strategy == "none":
             return self._backend(gm, inputs, **options)
-        if record.strategy == "graph":
-            compile_graph = graph_compiler(self._backend)
-            if compile_graph is not None:
-                record.groups, record.left_out = find_groups(self._backward, slots)
-                return compile_graph(gm, inputs, record, **options)
-            record.strategy = "split"
-        return self._split(gm, inputs, record, **options)
+        if strategy == "split":
+            return self._split(gm, inputs, slots, **options)
+        if compile_graph is None:
+            raise ValueError(
+                "overlap='graph' needs a backend that traces the backward (inductor, aot_eager, or one made by "
+                f"aot_autograd), and {self._backend!r} is not known to. Leave overlap out, or set it to 'split'."
+            )
+        if not slots:
+            return self._backend(gm, inputs, **options)
+        if self._settle_plan is not None:
+            self._settle_plan(gm, slots, None)
+        record.groups, record.left_out = find_groups(self._backward, slots)
+        return compile_graph(gm, inputs, record, **options)
 
     def _slots_of(self, inputs: Sequence[Any]) -> dict[int, Slot]:
         """The parameters of this wrapper among the inputs of a graph, by the index of the input."""
@@ -64,8 +83,19 @@ class OverlapCompiler:
                 slots[index] = found[1]
         return slots
 
-    def _split(self, gm: fx.GraphModule, inputs: Sequence[Any], record: GraphRecord, **options: Any) -> Any:
-        return self._backend(gm, inputs, **options)
+    def _split(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], slots: dict[int, Slot], **options: Any
+    ) -> Callable[..., Any]:
+        splitter = SplitOptimizer(self._caps.cap_bytes, self._backend, ignores=self._is_ignored)
+        if self._settle_plan is not None and slots:
+            names = {id(slot.parameter): slot.name for slot in self._backward.reducer.slots}
+            buckets = splitter.find_buckets(gm, inputs)
+            groups = [[names[id(member)] for member in bucket if id(member) in names] for bucket in buckets]
+            self._settle_plan(gm, slots, [group for group in groups if group])
+        return splitter.compile_fn(gm, inputs, **options)  # type: ignore[no-any-return]
+
+    def _is_ignored(self, parameter: Tensor) -> bool:
+        return slot_of(parameter) is None
 
 
 def region_name(gm: fx.GraphModule) -> str:

@@ -92,15 +92,22 @@ class SplitOptimizer:
     def compile_fn(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **compiler_configs: Any) -> Any:
         """What dynamo calls with a graph; returns what runs in its place."""
         crossing = Crossing(gm)
-        self.buckets = self._fill_buckets(crossing, _ParameterUses(gm, example_inputs, self._is_ignored))
+        launched = self._launched(crossing, example_inputs)
         log.debug("%s", self)
-        launched = [bucket.members for bucket in reversed(self.buckets) if bucket.members]
         if self._on_buckets is not None and launched:
             self._on_buckets(launched)
         if len(self.buckets) <= 1:
             return self.backend_compile_fn(gm, example_inputs, **compiler_configs)
         pieces = [list(reversed(bucket.nodes)) for bucket in self.buckets]
         return compile_parts(cut(crossing, pieces), example_inputs, self.backend_compile_fn, compiler_configs)
+
+    def find_buckets(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Parameters:
+        """The buckets that ``compile_fn`` will cut this graph by, in the order they become ready."""
+        return self._launched(Crossing(gm), example_inputs)
+
+    def _launched(self, crossing: Crossing, example_inputs: Sequence[Any]) -> Parameters:
+        self.buckets = self._fill_buckets(crossing, _ParameterUses(crossing.gm, example_inputs, self._is_ignored))
+        return [bucket.members for bucket in reversed(self.buckets) if bucket.members]
 
     def table(self) -> str:
         """The buckets of the last graph in the order they are launched, and the parts that had to grow."""

@@ -54,6 +54,30 @@ def build_plan(
     return Plan(buckets, caps, order)
 
 
+def plan_from_groups(
+    parameters: Sequence[ParameterSpec], groups: Sequence[Sequence[str]], caps: BucketCaps | None = None
+) -> Plan:
+    """The plan whose buckets are the given groups of names, in launch order; who is in none follows by ``build_plan``.
+
+    Parameters of a group that may not share a buffer (dtype, device, sparse) become neighbours instead.
+    """
+    caps = caps or BucketCaps()
+    by_name = {spec.name: spec for spec in parameters}
+    buckets: list[tuple[ParameterSpec, ...]] = []
+    grouped: set[str] = set()
+    for group in groups:
+        kinds: dict[tuple[str, ...], list[ParameterSpec]] = {}
+        for name in group:
+            if name in by_name and name not in grouped:
+                grouped.add(name)
+                spec = by_name[name]
+                kinds.setdefault((spec.dtype, spec.device, name if spec.sparse else ""), []).append(spec)
+        buckets += [tuple(members) for members in kinds.values()]
+    rest = build_plan([spec for spec in parameters if spec.name not in grouped], caps)
+    buckets += [bucket.parameters for bucket in rest]
+    return Plan(tuple(Bucket(i, members) for i, members in enumerate(buckets)), caps, "graph")
+
+
 def _require_unique_names(parameters: Sequence[ParameterSpec]) -> None:
     seen: set[str] = set()
     for spec in parameters:

@@ -96,7 +96,8 @@ class Plan:
 
     buckets: tuple[Bucket, ...]
     caps: BucketCaps = field(default_factory=BucketCaps)
-    # "reversed": the reverse of declaration order; "observed": the order rank 0 saw gradients become ready in.
+    # "reversed": the reverse of declaration order; "observed": the order rank 0 saw gradients become ready in, or
+    # read off its graph; "graph": the parts a compiled graph was cut into.
     order: str = "reversed"
     # Why these caps, where they were chosen by measurement. They are no part of the layout, hence not of the digest.
     link: LinkModel | None = None

@@ -1,0 +1,153 @@
+"""What the wrapper does about compilation: the plan for a compiled model, and who compiles its graphs.
+
+[Note: when the plan is chosen]  Bucket sizes that the user did not give are chosen before the first backward, from the
+speed of the link and the pace of the backward.  The link is measured by collectives, so all ranks must be there: in
+their first forward they tell each other, over the board, whether they are about to compile, and measure if all are.
+The pace is read off the first graph; rank 0's plan is what all take.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+
+from lockstep import ddp_setup as setup
+from lockstep import torch_private
+from lockstep.engine.link import measure_link
+from lockstep.graph.backend import OverlapCompiler
+from lockstep.graph.pace import measure_flops_per_second, pace_of, ready_order
+from lockstep.plan import BucketCaps, Plan
+from lockstep.plan.build import plan_from_groups
+from lockstep.plan.link import LinkModel
+from lockstep.plan.overlap import Pace, choose_caps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from lockstep.agree.board import Board
+    from lockstep.agree.watch import Watch
+    from lockstep.engine.bucket import Slot
+    from lockstep.engine.eager import EagerBackward
+    from lockstep.engine.reducer import Reducer
+
+logger = logging.getLogger("lockstep")
+
+# Where nothing travels, a bucket is only a cost: few of them, but not so large that a second copy of one hurts.
+_LONE_CAP_BYTES = 128 * 1024 * 1024
+# A bucket costs the computing thread about this much.
+_LAUNCH_SECONDS = {"cpu": 2e-4, "cuda": 5e-5}
+# A graph with less of the model than this says little about the whole backward.
+_ENOUGH_OF_THE_MODEL = 0.8
+
+
+class Compilation:
+    """Mixed into the wrapper."""
+
+    module: nn.Module
+    reducer: Reducer
+    backward: EagerBackward
+    process_group: Any
+    device: torch.device
+    overlap: str | None
+    bucket_order: str
+    _board: Board | None
+    _watch: Watch
+    _caps: BucketCaps
+    _plan_was_given: bool
+
+    def _init_compilation(self) -> None:
+        self._link: LinkModel | None = None
+        self._asked_about_compiling = False
+        self._num_graph_plans = 0
+        self._split_groups: list[list[str]] = []
+
+    @property
+    def _may_choose_sizes(self) -> bool:
+        return self._caps == BucketCaps() and not self._plan_was_given and self.bucket_order == "declared"
+
+    @torch.compiler.disable
+    def _measure_before_compiling(self, compiler_is_watching: bool) -> None:
+        """Once, in the first forward that will have a backward: see [Note: when the plan is chosen]."""
+        self._asked_about_compiling = True
+        if not self._may_choose_sizes or self.overlap == "none":
+            return
+        if self.process_group.size() == 1:
+            self._link = LinkModel.free()
+            return
+        if self._board is None:
+            return
+        mine = compiler_is_watching or any(map(torch_private.is_compiled, self.module.modules()))
+        timeout = float(os.environ.get("LOCKSTEP_AGREEMENT_TIMEOUT", "600"))
+        told = self._board.gather("intention to compile", "yes" if mine else "no", timeout)
+        if set(told.values()) == {"yes"}:
+            self._link = measure_link(self.process_group, self.device, self._watch)
+
+    # ---------------------------------------------------------------- the plan for a graph
+
+    def _overlap_compiler(self, backend: Callable[..., Any]) -> OverlapCompiler:
+        return OverlapCompiler(self.backward, backend, self.overlap, self._caps, settle_plan=self._settle_plan)
+
+    def _settle_plan(
+        self, gm: fx.GraphModule, slots: dict[int, Slot], split_groups: Sequence[Sequence[str]] | None
+    ) -> None:
+        """Before the first backward: the plan that suits this graph.  ``split_groups`` are the buckets it is cut by."""
+        if self._plan_was_given or self.backward.num_synced_passes or self.backward.window.is_open:
+            return
+        plan = self._plan_of_parts(split_groups) if split_groups is not None else self._plan_by_pace(gm, slots)
+        if plan is None:
+            return
+        self._num_graph_plans += 1
+        if self._board is not None:
+            timeout = float(os.environ.get("LOCKSTEP_AGREEMENT_TIMEOUT", "600"))
+            told = self._board.gather(f"plan for compiled graph {self._num_graph_plans}", plan.to_json(), timeout)
+            plan = setup.choose_plan(list(plan.parameters), self._caps, told[0])
+        if plan.digest != self.reducer.plan.digest:
+            self._adopt_plan(plan)
+        logger.info("The plan for the compiled model:\n%s", plan)
+
+    def _plan_of_parts(self, groups: Sequence[Sequence[str]]) -> Plan:
+        # The backward comes to a later graph first.
+        self._split_groups[:0] = [list(group) for group in groups]
+        specs = setup.specs_of(self.reducer.slots, setup.sparse_parameter_names(self.module))
+        return plan_from_groups(specs, self._split_groups, self._caps)
+
+    def _plan_by_pace(self, gm: fx.GraphModule, slots: dict[int, Slot]) -> Plan | None:
+        if self._link is None or self._num_graph_plans or not self._may_choose_sizes:
+            return None
+        specs = setup.specs_of(self.reducer.slots, setup.sparse_parameter_names(self.module))
+        covered = {slot.name for slot in slots.values()}
+        if sum(s.num_bytes for s in specs if s.name in covered) < _ENOUGH_OF_THE_MODEL * sum(
+            s.num_bytes for s in specs
+        ):
+            return None
+        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+        names = {placeholders[index]: slot.name for index, slot in slots.items()}
+        order = ready_order(gm, names)
+        order += [spec.name for spec in reversed(specs) if spec.name not in set(order)]
+        if self._link == LinkModel.free():
+            caps = BucketCaps(_LONE_CAP_BYTES, _LONE_CAP_BYTES)
+            return setup.choose_plan(specs, caps, None, order)
+        speed = measure_flops_per_second(self.device, self._compute_dtype())
+        pace = pace_of(gm, names, speed)
+        ready = {spec.name: pace.ready_seconds.get(spec.name, pace.backward_seconds) for spec in specs}
+        launch_seconds = _LAUNCH_SECONDS.get(self.device.type, _LAUNCH_SECONDS["cuda"])
+        choice = choose_caps(
+            specs, Pace(ready, pace.backward_seconds), self._link, launch_seconds=launch_seconds, ready_order=order
+        )
+        return choice.plan
+
+    def _compute_dtype(self) -> torch.dtype:
+        kind = self.device.type
+        if torch.is_autocast_enabled(kind):
+            return torch.get_autocast_dtype(kind)
+        return next((slot.parameter.dtype for slot in self.reducer.slots), torch.float32)
+
+    def _adopt_plan(self, plan: Plan) -> None:
+        self.reducer.use_plan(plan, self.reducer.slots)
+        self.backward.rebuild()
+        self.backward.attach()
+        self._log_construction()  # type: ignore[attr-defined]
