@@ -1,6 +1,7 @@
 """Lockstep: data-parallel training for PyTorch in which every rank stays in step."""
 
 from lockstep import errors
+from lockstep.compiling import compile, explain
 from lockstep.ddp import DDP, DistributedDataParallel
 from lockstep.install import install, uninstall
 from lockstep.plan import Plan
@@ -12,7 +13,9 @@ __all__ = [
     "DistributedDataParallel",
     "Plan",
     "__version__",
+    "compile",
     "errors",
+    "explain",
     "install",
     "uninstall",
     "unwrap",

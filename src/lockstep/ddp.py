@@ -459,6 +459,7 @@ class DistributedDataParallel(PlanKeeping, Compilation, TorchNames, nn.Module, J
     def _begin_iteration(self) -> None:
         """A new window may open: the one before must be finished, and its timings are logged."""
         self.backward.require_finished()
+        self._check_compilation()
         if self.logger.begin_iteration() and self.timeline.steps:
             self.logger.sample(self.timeline.steps[-1], self._runtime_facts())
 

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+import warnings
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +20,12 @@ from torch import fx, nn
 
 from lockstep import ddp_setup as setup
 from lockstep import torch_private
+from lockstep.engine.flight import blocks_host
 from lockstep.engine.link import measure_link
 from lockstep.graph.backend import OverlapCompiler
+from lockstep.graph.explain import Explanation, explain_graphs
 from lockstep.graph.pace import measure_flops_per_second, pace_of, ready_order
+from lockstep.graph.share import turns_of
 from lockstep.plan import BucketCaps, Plan
 from lockstep.plan.build import plan_from_groups
 from lockstep.plan.link import LinkModel
@@ -33,6 +39,7 @@ if TYPE_CHECKING:
     from lockstep.engine.bucket import Slot
     from lockstep.engine.eager import EagerBackward
     from lockstep.engine.reducer import Reducer
+    from lockstep.observe.timeline import Timeline
 
 logger = logging.getLogger("lockstep")
 
@@ -58,12 +65,15 @@ class Compilation:
     _watch: Watch
     _caps: BucketCaps
     _plan_was_given: bool
+    timeline: Timeline
 
     def _init_compilation(self) -> None:
         self._link: LinkModel | None = None
         self._asked_about_compiling = False
         self._num_graph_plans = 0
         self._split_groups: list[list[str]] = []
+        self._explains_after_first_step = False
+        self._num_graphs_checked = -1
 
     @property
     def _may_choose_sizes(self) -> bool:
@@ -86,10 +96,49 @@ class Compilation:
         if set(told.values()) == {"yes"}:
             self._link = measure_link(self.process_group, self.device, self._watch)
 
+    # ---------------------------------------------------------------- what came of it
+
+    def explain_compilation(self) -> Explanation:
+        """See :func:`lockstep.explain`."""
+        return explain_graphs(self.backward.graphs, self.reducer, self.module, self._measured_exposed_seconds())
+
+    def _measured_exposed_seconds(self) -> float | None:
+        """How long the last steps waited for the link; unknown where a wait does not stop the host."""
+        if not any(blocks_host(self.reducer.backend(slot.parameter.device)) for slot in self.reducer.slots[:1]):
+            return None
+        waits = [step.exposed_seconds for step in self.timeline.steps]
+        return median(waits) if waits else None
+
+    def _check_compilation(self) -> None:
+        """After the second reduction, and again when more was compiled: say what did not come as expected."""
+        if self._num_graphs_checked == len(self.backward.graphs) or self.backward.num_synced_passes < 2:
+            return
+        self._num_graphs_checked = len(self.backward.graphs)
+        explanation = self.explain_compilation()
+        for name in explanation.never_ran:
+            warnings.warn(f"{name} was compiled, but no graph of it has run.", stacklevel=4)
+        for graph in explanation.graphs:
+            for launch in graph.launches:
+                if not launch.delivers:
+                    why = launch.left_because or "the graph has not delivered them"
+                    warnings.warn(
+                        f"The compiled graph of {graph.region} was to launch {', '.join(launch.names[:5])}"
+                        f"{', ...' if len(launch.names) > 5 else ''} in its backward, but they are reduced after it: "
+                        f"{why}. lockstep.explain(model) tells more.",
+                        stacklevel=4,
+                    )
+        if self.backward.graphs and self.reducer.rank == 0:
+            if self._explains_after_first_step:
+                print(explanation, file=sys.stderr)
+            logger.info("%s", explanation)
+
     # ---------------------------------------------------------------- the plan for a graph
 
     def _overlap_compiler(self, backend: Callable[..., Any]) -> OverlapCompiler:
-        return OverlapCompiler(self.backward, backend, self.overlap, self._caps, settle_plan=self._settle_plan)
+        turns = turns_of(self.backward, self._board, self.process_group.rank())
+        return OverlapCompiler(
+            self.backward, backend, self.overlap, self._caps, settle_plan=self._settle_plan, turns=turns
+        )
 
     def _settle_plan(
         self, gm: fx.GraphModule, slots: dict[int, Slot], split_groups: Sequence[Sequence[str]] | None

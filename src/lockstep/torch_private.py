@@ -6,6 +6,7 @@ every two months; ``tests/test_torch_private.py`` fails by the name that moved.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -57,11 +58,15 @@ __all__ = [
     "gradient_accumulator",
     "gradient_hooks",
     "gradient_positions",
+    "graph_input_name",
     "graph_pass",
     "in_backward",
     "in_backward_optimizer_handles",
     "in_nested_backward",
+    "inductor_cache_directory",
+    "inductor_can_cache",
     "inductor_config_of",
+    "inductor_meets_ranks",
     "inductor_setting",
     "inputs_to_device",
     "is_compiled",
@@ -73,6 +78,7 @@ __all__ = [
     "preserve_version_counter",
     "queue_backward_callback",
     "rank_not_in_group",
+    "recompile_reason",
     "run_on_fakes",
     "saved_tensor_hooks_wait",
     "sets_grad_mode",
@@ -323,25 +329,65 @@ def inductor_config_of(backend: Any) -> dict[str, Any] | None:
     return {} if backend is inductor else None
 
 
-def compile_with_inductor(backend: Any, gm: Any, inputs: Any, patches: dict[str, Any]) -> Any:
-    """What the Inductor backend does when it is called, with further options."""
-    from torch._inductor.compile_fx import compile_fx
+def compile_with_inductor(
+    backend: Any,
+    gm: Any,
+    inputs: Any,
+    patches: dict[str, Any],
+    around: Callable[[str, Any, Callable[[], Any]], Any] | None = None,
+) -> Any:
+    """What the Inductor backend does when it is called, with further options.
 
-    named = {"compile_region_name": backend.name} if getattr(backend, "name", None) else {}
-    return compile_fx(gm, inputs, config_patches=patches, **named)
+    ``around(phase, graph, compile)`` stands around each lowering, "forward" or "backward"; it returns what ``compile``
+    does.  There is no public hook for the backward, which Inductor lowers when it first runs.
+    """
+    from functools import partial
+
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    extra: dict[str, Any] = {}
+    if getattr(backend, "name", None):
+        extra["compile_region_name"] = backend.name
+    if around is not None:
+
+        def inner_compile(graph: Any, example_inputs: Any, **kwargs: Any) -> Any:
+            phase = "backward" if kwargs.get("is_backward") else "forward"
+            return around(phase, graph, partial(compile_fx_inner, graph, example_inputs, **kwargs))
+
+        extra["inner_compile"] = inner_compile
+    return compile_fx(gm, inputs, config_patches=patches, **extra)
 
 
-def unwrap_backend(backend: Any) -> Any:
-    """The compiler behind the wrappers that torch.compile and dynamo put around it."""
-    seen = 0
-    while seen < 10:
+def unwrap_backend(backend: Any) -> tuple[Any, dict[str, Any]]:
+    """The compiler behind the wrappers that torch.compile and dynamo put around it, and what they call it with."""
+    for _ in range(10):
         inner = getattr(backend, "_torchdynamo_orig_backend", None)
-        if inner is None and type(backend) is torch._TorchCompileWrapper and not backend.kwargs:
-            inner = backend.compiler_fn
         if inner is None:
-            return backend
-        backend, seen = inner, seen + 1
-    return backend
+            break
+        backend = inner
+    if type(backend) is torch._TorchCompileWrapper:
+        return backend.compiler_fn, dict(backend.kwargs)
+    return backend, {}
+
+
+def inductor_backend(mode: str | None = None, options: dict[str, Any] | None = None) -> Any:
+    """What torch.compile makes of backend="inductor" with these."""
+    return torch._TorchCompileInductorWrapper(mode, options, None)
+
+
+def register_backend(function: Callable[..., Any], name: str) -> None:
+    """Make a backend known by name; entry points do the same for installed packages only."""
+    import torch._dynamo
+
+    torch._dynamo.register_backend(compiler_fn=function, name=name)
+
+
+def has_compiled_code(function: Any) -> bool:
+    """Whether dynamo holds compiled code for this function; there is no public way to ask."""
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    code = getattr(function, "__code__", None)
+    return bool(code is not None and _debug_get_cache_entry_list(code))
 
 
 def aot_backend_parts(backend: Any) -> dict[str, Any] | None:
@@ -545,3 +591,65 @@ def fake_copy(module: torch.nn.Module, fake_mode: Any) -> torch.nn.Module:
     from torch._dynamo.utils import deepcopy_to_fake_tensor
 
     return deepcopy_to_fake_tensor(module, fake_mode)  # type: ignore[no-any-return]
+
+
+def inductor_cache_directory(patches: dict[str, Any]) -> str | None:
+    """Where another process finds what Inductor compiles under ``patches``; None where it keeps nothing."""
+    from torch._inductor import config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    def setting(name: str) -> Any:
+        return patches[name] if name in patches else getattr(config, name, None)
+
+    return cache_dir() if setting("fx_graph_cache") and not setting("force_disable_caches") else None
+
+
+def inductor_can_cache(graph: Any) -> bool:
+    """Whether Inductor's cache takes this graph; some operators it does not, and then every process compiles."""
+    from torch._inductor.codecache import BypassFxGraphCache, FxGraphCache
+
+    try:
+        FxGraphCache._check_can_cache(graph)
+    except BypassFxGraphCache:
+        return False
+    return True
+
+
+def inductor_meets_ranks(patches: dict[str, Any]) -> bool:
+    """Whether Inductor runs collectives while it compiles: ranks that took turns would wait for each other then."""
+    from torch._inductor import config
+
+    settings = [
+        (config, "", "distributed_max_autotune_gemm"),
+        (getattr(config, "aten_distributed_optimizations", None), "aten_distributed_optimizations.", "spmd_check"),
+        (
+            getattr(config, "aten_distributed_optimizations", None),
+            "aten_distributed_optimizations.",
+            "enable_overlap_scheduling",
+        ),
+    ]
+    try:
+        from torch._inductor import config_comms
+
+        settings.append((config_comms, "", "runtime_estimations_align_across_all_distributed_ranks"))
+    except ImportError:
+        pass
+    return any(patches.get(prefix + name, getattr(owner, name, False)) for owner, prefix, name in settings)
+
+
+def recompile_reason() -> str:
+    """While dynamo calls a backend: the guard that failed, if this frame was compiled before; else nothing."""
+    from torch._dynamo.utils import get_metrics_context
+
+    metrics = getattr(get_metrics_context(), "_metrics", {})
+    return str(metrics.get("recompile_reason") or "")
+
+
+def graph_input_name(node: Any) -> str:
+    """What the program calls an input of a graph that dynamo traced; the node's own name is made up."""
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", None)
+    name = name() if callable(name) else name
+    if not isinstance(name, str):
+        return str(node.target)
+    return re.sub(r"^L\['(\w+)'\]", r"\1", name)

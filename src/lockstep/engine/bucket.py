@@ -89,6 +89,7 @@ class LiveBucket:
         "is_sparse",
         "launch_name",
         "launched_ns",
+        "left_because",
         "num_adopted",
         "num_clean_windows",
         "num_pending",
@@ -144,6 +145,7 @@ class LiveBucket:
         self.is_delivered = False
         self.is_recorded = False
         self.came_clean = False
+        self.left_because = ""  # why the last delivery was left to the hooks
         self.num_clean_windows = 0
         self.gets_more = False  # its parameters get gradients from outside the graph as well
 

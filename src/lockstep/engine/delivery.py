@@ -131,12 +131,8 @@ class Deliveries:
             if not backward.syncs:
                 return None
             accumulated = _accumulated(bucket)
-            if (
-                backward.continues
-                or bucket.num_pending < len(bucket.slots)
-                or not self._may_leave_here(bucket, grads)
-                or not (accumulated is None or _can_fold(accumulated, bucket.parameters[0].dtype))
-            ):
+            bucket.left_because = self._why_not_here(bucket, grads, accumulated)
+            if bucket.left_because:
                 self.count_by_hooks(bucket)
                 return None
             try:
@@ -145,24 +141,37 @@ class Deliveries:
                 backward.tell_peers(error)
                 raise
 
-    def _may_leave_here(self, bucket: LiveBucket, grads: Sequence[Tensor]) -> bool:
+    def _why_not_here(
+        self, bucket: LiveBucket, grads: Sequence[Tensor], accumulated: Sequence[Tensor | None] | None
+    ) -> str:
+        """Why this bucket must be left to the hooks; empty if it need not."""
         backward = self._backward
         reducer = backward.reducer
-        if not self.is_enabled or not backward.is_attached or reducer.shares_parameters:
-            return False
-        if bucket.is_sparse or bucket.gets_more or reducer.reduce_dtype is not None:
-            return False
+        if backward.continues or bucket.num_pending < len(bucket.slots):
+            return "it gets gradients more than once before the reduction"
+        if not self.is_enabled or not backward.is_attached:
+            return "overlap is 'none'"
+        if reducer.shares_parameters:
+            return "another wrapper reduces it too"
+        if bucket.gets_more:
+            return "it is used outside of the graph as well"
+        if reducer.reduce_dtype is not None:
+            return "native mixed precision reduces in another dtype"
         if backward.static_graph and not (
             backward.graph_is_learned and all(slot.expected_fires == 1 for slot in bucket.slots)
         ):
-            return False
+            return "static_graph=True is still learning, or it is used several times"
         if backward.in_dist_autograd:
-            return False
+            return "distributed autograd keeps gradients elsewhere"
         dtype = bucket.parameters[0].dtype
         for gradient in grads:
             if gradient.dtype is not dtype:
-                return False
-        return torch_private.only_hooks_are_ours(bucket.parameters)
+                return "its gradient has another dtype"
+        if accumulated is not None and not _can_fold(accumulated, dtype):
+            return "what lies in .grad cannot be added to it"
+        if not torch_private.only_hooks_are_ours(bucket.parameters):
+            return "hooks of your own look at its gradient"
+        return ""
 
     def _take(self, bucket: LiveBucket, grads: Sequence[Tensor], accumulated: list[Tensor | None] | None) -> Tensor:
         backward = self._backward

@@ -25,7 +25,9 @@ from lockstep.engine.bucket import LiveBucket, Slot
 from lockstep.engine.delivery import slot_of
 from lockstep.engine.eager import EagerBackward
 from lockstep.graph import joint
+from lockstep.graph.fingerprint import GraphFacts, describe_graph
 from lockstep.graph.joint import GraphRecord, Group, Member
+from lockstep.graph.share import CompileTurns, GraphTurn
 from lockstep.graph.split import SplitOptimizer
 from lockstep.plan import BucketCaps
 
@@ -45,22 +47,26 @@ class OverlapCompiler:
         caps: BucketCaps,
         *,
         settle_plan: Callable[[fx.GraphModule, dict[int, Slot], list[list[str]] | None], None] | None = None,
+        turns: CompileTurns | None = None,
     ) -> None:
         self._backward = backward
         self._backend = backend
         self._strategy = strategy
         self._caps = caps
         self._settle_plan = settle_plan
+        self._turns = turns if turns is not None and turns.board is not None else None
 
     def compile_fn(self, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         slots = self._slots_of(inputs)
         compile_graph = graph_compiler(self._backend)
         strategy = self._strategy or ("split" if compile_graph is None else "graph")
-        record = GraphRecord(region=region_name(gm), strategy=strategy)
+        record = GraphRecord(region_name(gm), strategy, frozenset(slot.name for slot in slots.values()))
         self._backward.graphs.append(record)
         if strategy == "none":
-            return self._backend(gm, inputs, **options)
+            self._announce(gm, inputs, slots, record)
+            return self._compile_as_it_is(gm, inputs, **options)
         if strategy == "split":
+            self._announce(gm, inputs, slots, record)
             return self._split(gm, inputs, slots, **options)
         if compile_graph is None:
             raise ValueError(
@@ -68,11 +74,58 @@ class OverlapCompiler:
                 f"aot_autograd), and {self._backend!r} is not known to. Leave overlap out, or set it to 'split'."
             )
         if not slots:
-            return self._backend(gm, inputs, **options)
+            self._announce(gm, inputs, slots, record)
+            return self._compile_as_it_is(gm, inputs, **options)
         if self._settle_plan is not None:
             self._settle_plan(gm, slots, None)
         record.groups, record.left_out = find_groups(self._backward, slots)
-        return compile_graph(gm, inputs, record, **options)
+        return compile_graph(gm, inputs, record, self._announce(gm, inputs, slots, record), **options)
+
+    def _announce(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], slots: dict[int, Slot], record: GraphRecord
+    ) -> GraphTurn | None:
+        """Let the other ranks compare this graph with theirs; returns its turn to be compiled."""
+        if self._turns is None:
+            return None
+        names = {index: slot.name for index, slot in slots.items()}
+        number = sum(earlier.region == record.region for earlier in self._backward.graphs[:-1])
+        facts = self._facts(gm, inputs, record.region, f"{record.strategy} {record.key()}", number, names)
+        self._turns.announce(facts)
+        return GraphTurn(self._turns, facts)
+
+    def _facts(
+        self,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        region: str,
+        strategy: str,
+        number: int = 0,
+        names: dict[int, str] | None = None,
+    ) -> GraphFacts:
+        inductor = inductor_behind(self._backend)
+        backend = self._backend if inductor is None else inductor[0]
+        name = str(getattr(backend, "__name__", type(backend).__name__))
+        options = sorted(inductor[1].items()) if inductor is not None else []
+        return describe_graph(
+            gm,
+            inputs,
+            region=region,
+            number=number,
+            parameter_names=names,
+            backend=name,
+            settings=f"overlap {strategy}, options {options}",
+        )
+
+    def _compile_as_it_is(self, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        """By the user's backend, nothing put into the graph (a whole one, or a part of a split one); but in turn."""
+        inductor = inductor_behind(self._backend)
+        if inductor is None or self._turns is None:
+            return self._backend(gm, inputs, **options)
+        backend, config = inductor
+        patches = {**config, **options.pop("config_patches", {})}
+        facts = self._facts(gm, inputs, region_name(gm), "none")
+        compile_around = partial(torch_private.compile_with_inductor, backend, gm, inputs, patches)
+        return GraphTurn(self._turns, facts).run(compile_around, patches)
 
     def _slots_of(self, inputs: Sequence[Any]) -> dict[int, Slot]:
         """The parameters of this wrapper among the inputs of a graph, by the index of the input."""
@@ -86,7 +139,7 @@ class OverlapCompiler:
     def _split(
         self, gm: fx.GraphModule, inputs: Sequence[Any], slots: dict[int, Slot], **options: Any
     ) -> Callable[..., Any]:
-        splitter = SplitOptimizer(self._caps.cap_bytes, self._backend, ignores=self._is_ignored)
+        splitter = SplitOptimizer(self._caps.cap_bytes, self._compile_as_it_is, ignores=self._is_ignored)
         if self._settle_plan is not None and slots:
             names = {id(slot.parameter): slot.name for slot in self._backward.reducer.slots}
             buckets = splitter.find_buckets(gm, inputs)
@@ -150,18 +203,43 @@ GraphCompiler = Callable[..., Callable[..., Any]]
 
 def graph_compiler(backend: Callable[..., Any]) -> GraphCompiler | None:
     """How this backend compiles a graph with launches in it; None for one that is not known to trace a backward."""
-    inner = torch_private.unwrap_backend(backend)
-    config = torch_private.inductor_config_of(inner)
-    if config is not None:
-        return partial(_compile_with_inductor, inner, config)
+    inductor = inductor_behind(backend)
+    if inductor is not None:
+        return partial(_compile_with_inductor, *inductor)
+    inner, arguments = torch_private.unwrap_backend(backend)
     parts = torch_private.aot_backend_parts(inner)
-    if parts is not None:
+    if parts is not None and not arguments:
         return partial(_compile_with_aot, parts)
     return None
 
 
+def inductor_behind(backend: Callable[..., Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Inductor and the options that it is given, if that is what ``backend`` comes to."""
+    inner, arguments = torch_private.unwrap_backend(backend)
+    if inner is lockstep_backend:
+        inner = torch_private.inductor_backend(**arguments)
+    config = torch_private.inductor_config_of(inner)
+    return None if config is None else (inner, config)
+
+
+def lockstep_backend(
+    gm: fx.GraphModule, inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
+    """``torch.compile(model, backend="lockstep")``: Inductor, with the communication of wrapped models in it."""
+    return torch_private.inductor_backend(mode, options)(gm, inputs)  # type: ignore[no-any-return]
+
+
+torch_private.register_backend(lockstep_backend, "lockstep")
+
+
 def _compile_with_inductor(
-    backend: Any, config: dict[str, Any], gm: fx.GraphModule, inputs: Sequence[Any], record: GraphRecord, **options: Any
+    backend: Any,
+    config: dict[str, Any],
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    record: GraphRecord,
+    turn: GraphTurn | None = None,
+    **options: Any,
 ) -> Callable[..., Any]:
     patches = {**config, **options.pop("config_patches", {})}
     key = record.key()
@@ -171,11 +249,17 @@ def _compile_with_inductor(
     ):
         theirs = torch_private.inductor_setting(setting, patches)
         patches[setting] = torch_private.graph_pass(partial(put, record=record), f"{setting} {key}", before=theirs)
-    return torch_private.compile_with_inductor(backend, gm, inputs, patches)
+    compile_around = partial(torch_private.compile_with_inductor, backend, gm, inputs, patches)
+    return compile_around() if turn is None else turn.run(compile_around, patches)  # type: ignore[no-any-return]
 
 
 def _compile_with_aot(
-    parts: dict[str, Any], gm: fx.GraphModule, inputs: Sequence[Any], record: GraphRecord, **options: Any
+    parts: dict[str, Any],
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    record: GraphRecord,
+    turn: GraphTurn | None = None,  # nothing that other ranks could find is kept, so all compile at once
+    **options: Any,
 ) -> Callable[..., Any]:
     partition, compile_backward = parts["partition_fn"], parts.get("bw_compiler") or parts["fw_compiler"]
 

@@ -55,11 +55,12 @@ class GraphRecord:
     """What the passes did to one compiled graph; kept for ``lockstep.explain``."""
 
     region: str
+    strategy: str
+    parameters: frozenset[str] = frozenset()  # the wrapper's, among the graph's inputs
     groups: list[Group] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)  # parameter name -> why hooks reduce it
     placements: list[Placement] = field(default_factory=list)
     num_backward_nodes: int = 0
-    strategy: str = "graph"
 
     def key(self) -> str:
         """Names the outcome for compile caches: another plan must not find this one's graph."""

@@ -1,0 +1,55 @@
+"""``lockstep.compile`` and ``lockstep.explain``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.ddp import DistributedDataParallel
+from lockstep.graph.backend import STRATEGIES
+from lockstep.graph.explain import Explanation
+
+__all__ = ["compile", "explain"]
+
+
+def compile(model: Any, *, overlap: str | None = None, verbose: bool = False, **options: Any) -> Any:
+    """``torch.compile`` for a wrapped model, with the two choices that concern its communication.
+
+    Args:
+        model: a wrapped module, a module that holds one, or what else ``torch.compile`` takes.
+        overlap: as in :class:`lockstep.DistributedDataParallel`; None leaves what the wrapper was made with.
+        verbose: print :func:`explain` after the first step, on rank 0.
+        options: everything that ``torch.compile`` takes (``backend``, ``mode``, ``options``, ``fullgraph``, ...).
+    """
+    if overlap not in (None, *STRATEGIES):
+        raise ValueError(f"overlap must be one of {', '.join(STRATEGIES)} or None, got {overlap!r}.")
+    wrappers = _wrappers_in(model)
+    if overlap is not None and not wrappers:
+        raise ValueError(f"overlap={overlap!r} is for wrapped models, and there is no lockstep.DDP in {type(model)}.")
+    for wrapper in wrappers:
+        if overlap is not None:
+            wrapper.overlap = overlap
+        wrapper._explains_after_first_step = verbose
+    return torch.compile(model, **options)
+
+
+def explain(model: nn.Module) -> Explanation:
+    """What was compiled of a wrapped model so far; run a step or two first.
+
+    The graphs, the buckets that each launches and where in its backward, what was left to the hooks and why, compiled
+    modules that never ran, and predicted and measured exposed communication.  Print it, or use its fields.
+    """
+    wrappers = _wrappers_in(model)
+    if len(wrappers) != 1:
+        raise ValueError(
+            f"explain() needs a model with one lockstep.DDP in it, and found {len(wrappers)}. Call it with the wrapper."
+        )
+    return wrappers[0].explain_compilation()
+
+
+def _wrappers_in(model: Any) -> list[DistributedDataParallel]:
+    if not isinstance(model, nn.Module):
+        return []
+    return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
