@@ -11,6 +11,7 @@ import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpu_timing import BATCH, CONTEXT, NUM_SYMBOLS, _prepare, gpt2
@@ -18,6 +19,9 @@ from subjects import TorchDDP, lockstep_ddp
 from timing import interleave
 
 LINK_BYTES_PER_SECOND = 60e9
+LINK_LATENCY = 3e-5
+BACKWARD_SECONDS = 0.012
+LAUNCH_SECONDS = 1e-4
 
 
 class EmulatedLink:
@@ -27,7 +31,7 @@ class EmulatedLink:
         self.stream = torch.cuda.Stream()
         self.cycles_per_byte = _cycles_per_second() / bytes_per_second
 
-    def __call__(self, state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    def __call__(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
         self.stream.wait_stream(torch.cuda.current_stream())
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[torch.cuda.current_device()])
@@ -51,10 +55,30 @@ def _cycles_per_second() -> float:
 def wrapped(wrapper: str, module: nn.Module, link: bool, **options: Any) -> nn.Module:
     if wrapper == "alone":
         return module
-    ddp = {"torch": lambda: TorchDDP, "lockstep": lockstep_ddp}[wrapper]()(module, **options)
+    make = {"torch": lambda: TorchDDP, "lockstep": lockstep_ddp}[wrapper]()
+    if link and wrapper == "lockstep":
+        options = {"plan": plan_for_link(module), **options}
+    ddp = make(module, **options)
     if link:
         ddp.register_comm_hook(None, EmulatedLink(LINK_BYTES_PER_SECOND))
     return ddp
+
+
+def plan_for_link(module: nn.Module) -> Any:
+    """The plan that a wrapper chooses itself when it has measured a link like this one (here there is none)."""
+    lockstep_ddp()
+    from lockstep import ddp_setup
+    from lockstep.plan.link import LinkModel
+    from lockstep.plan.overlap import Pace, choose_caps, pace_from_total
+
+    specs = ddp_setup.specs_of(ddp_setup.trainable_slots(module, set()), set())
+    link = LinkModel(LINK_LATENCY, LINK_BYTES_PER_SECOND)
+    # The head comes first and takes a quarter of the backward; the embeddings are last and take next to none.
+    inner = [spec for spec in specs if not spec.name.startswith(("symbols", "places"))]
+    marks = pace_from_total(inner, 0.75 * BACKWARD_SECONDS).ready_seconds
+    ready = {spec.name: 0.25 * BACKWARD_SECONDS + marks.get(spec.name, 0.75 * BACKWARD_SECONDS) for spec in specs}
+    pace = Pace(ready, BACKWARD_SECONDS)
+    return choose_caps(specs, pace, link, launch_seconds=LAUNCH_SECONDS).plan
 
 
 class CompiledTrainer:

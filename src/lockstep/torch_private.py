@@ -485,12 +485,16 @@ def node_flops(node: Any) -> float:
         return 0.0
 
     def value(x: Any) -> Any:
-        return x.meta.get("val") if isinstance(x, torch.fx.Node) else x
+        # A symbolic size that is made a number becomes one for good: the graph would be compiled for this size only.
+        found = x.meta.get("val") if isinstance(x, torch.fx.Node) else x
+        if isinstance(found, torch.Tensor) and not all(isinstance(size, int) for size in found.shape):
+            return torch.empty([size_hint(size) for size in found.shape], dtype=found.dtype, device="meta")
+        return size_hint(found) if isinstance(found, torch.SymInt) else found
 
     try:
         args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
-        return float(formula(*args, **kwargs, out_val=node.meta.get("val")))
-    except Exception:  # symbolic sizes, or a formula that wants something else
+        return float(formula(*args, **kwargs, out_val=value(node)))
+    except Exception:  # a formula that wants something else, or several results
         return 0.0
 
 

@@ -4,7 +4,7 @@ Each model trains for several steps on several ranks and is compared, parameter 
 the plain module on the whole batch.  A compiled model whose buckets were all left to the hooks would pass that too, so
 every test also says how many graphs there are and which buckets came out of them.
 
-A limit of torch 2.13 itself: flex_attention refuses inputs that require gradients on the CPU, so its model detaches them.
+A limit of torch 2.13: flex_attention refuses inputs that require gradients on the CPU, so its model detaches them.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ BRAIN = {"dtype": torch.float32, "tolerance": 3e-2, "bucket_cap_mb": 0.00015}
 class Halves(nn.Module):
     """Two linear layers with something in between, which subclasses say."""
 
-    def __init__(self, width: int = 16) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(8, width)
-        self.second = nn.Linear(width, 3)
+        self.first = nn.Linear(8, 16)
+        self.second = nn.Linear(16, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.between(self.first(x)))
@@ -72,28 +72,26 @@ class Halves(nn.Module):
         return torch.tanh(h)
 
 
+def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 class Checkpointed(Halves):
+    options: dict[str, Any] = {}
+
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)) for _ in range(2))
 
     def between(self, h: Tensor) -> Tensor:
         for block in self.blocks:
-            h = h + checkpoint(block, h, use_reentrant=False)
+            h = h + checkpoint(block, h, use_reentrant=False, **self.options)
         return h
-
-
-def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class SelectivelyCheckpointed(Checkpointed):
-    def between(self, h: Tensor) -> Tensor:
-        contexts = partial(create_selective_checkpoint_contexts, keep_products)
-        for block in self.blocks:
-            h = h + checkpoint(block, h, use_reentrant=False, context_fn=contexts)
-        return h
+    options = {"context_fn": partial(create_selective_checkpoint_contexts, keep_products)}
 
 
 class FlexAttention(nn.Module):
@@ -135,11 +133,9 @@ class WithFunction(Halves):
 
 class WithCond(Halves):
     def forward(self, x: Tensor, flag: Tensor) -> Tensor:  # type: ignore[override]
-        h = self.first(x)
-        h = torch.cond(
-            flag[0] > 0, lambda h: (h @ self.first.weight).sin(), lambda h: (h @ self.first.weight).cos(), (h,)
-        )
-        return self.second(h @ self.first.weight.t())
+        weight, h = self.first.weight, self.first(x)
+        h = torch.cond(flag[0] > 0, lambda h: (h @ weight).sin(), lambda h: (h @ weight).cos(), (h,))
+        return self.second(h @ weight.t())
 
 
 class MutatesBuffers(Halves):
@@ -230,19 +226,19 @@ class BreaksWithoutGrad(Halves):
         return self.second(h / scale)
 
 
-class BreaksInAutocast(Halves):
+class InAutocast(Halves):
+    breaks = False
+
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             h = torch.tanh(self.first(x))
-            torch._dynamo.graph_break()
-            h = self.second(h)
-        return h.float()
+            if self.breaks:
+                torch._dynamo.graph_break()
+            return self.second(h).float()
 
 
-class AutocastInside(Halves):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return super().forward(x).float()
+class BreaksInAutocast(InAutocast):
+    breaks = True
 
 
 class Echo(Halves):
@@ -344,18 +340,13 @@ SUBJECTS = {
     "breaks": regression(Breaks, fullgraph=False, num_graphs=2, bucket_cap_mb=0.0003),
     "breaks_without_grad": regression(BreaksWithoutGrad, fullgraph=False, num_graphs=2, bucket_cap_mb=0.0003),
     "breaks_in_autocast": regression(BreaksInAutocast, fullgraph=False, num_graphs=2, **BRAIN),
-    "autocast_inside": regression(AutocastInside, **BRAIN),
+    "autocast_inside": regression(InAutocast, **BRAIN),
     "autocast_outside": regression(Halves, autocast_squared_error, **BRAIN),
     "partly_frozen": regression(PartlyFrozen),
 }
 
 
 # ---------------------------------------------------------------- training
-
-
-def optimizer_for(module: nn.Module) -> torch.optim.Optimizer:
-    trained = [p for p in module.parameters() if p.requires_grad]
-    return torch.optim.SGD(trained, lr=0.05, momentum=0.9)
 
 
 def train(names: list[str], backend: str | None, overlap: str | None = None) -> dict[str, dict[str, Any]]:
@@ -366,22 +357,17 @@ def train(names: list[str], backend: str | None, overlap: str | None = None) -> 
 def train_one(subject: Subject, backend: str | None, overlap: str | None) -> dict[str, Any]:
     import lockstep
 
-    rank, world, case = dist.get_rank(), dist.get_world_size(), subject.case
     torch._dynamo.reset()
-    ddp = lockstep.DDP(case.module(subject.dtype), bucket_cap_mb=subject.bucket_cap_mb, overlap=overlap)
+    ddp = lockstep.DDP(subject.case.module(subject.dtype), bucket_cap_mb=subject.bucket_cap_mb, overlap=overlap)
     model: Any = ddp
     if backend is not None:
         model = torch.compile(ddp, backend=backend, fullgraph=subject.fullgraph, **subject.compile_options)
-    optimizer = optimizer_for(ddp)
-    gradients, states = [], []
+
+    def backward(batch: Batch) -> None:
+        subject.case.loss(model, shard(batch, dist.get_rank(), dist.get_world_size())).backward()
+
     with torch._dynamo.config.patch(subject.dynamo_settings):
-        for step in range(subject.num_steps):
-            # Both ways to clear gradients, since one of them leaves gradients to be folded into the next ones.
-            optimizer.zero_grad(set_to_none=step != 2)
-            case.loss(model, shard(case.batch(step, subject.dtype), rank, world)).backward()
-            gradients.append(gradients_of(ddp))
-            states.append(state_of(ddp))
-            optimizer.step()
+        gradients, states = run_steps(subject, ddp, backward)
     records = ddp.backward.graphs
     return {
         "gradients": gradients,
@@ -392,22 +378,26 @@ def train_one(subject: Subject, backend: str | None, overlap: str | None) -> dic
     }
 
 
-def reference(subject: Subject, world: int) -> list[dict[str, Tensor | None]]:
-    module = subject.case.module(subject.dtype)
-    optimizer = optimizer_for(module)
-    gradients = []
+def run_steps(subject: Subject, module: nn.Module, backward: Callable[[Batch], Any]) -> tuple[list[Any], list[Any]]:
+    """Gradients and states after each backward."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.05, momentum=0.9)
+    gradients, states = [], []
     for step in range(subject.num_steps):
+        # Both ways to clear gradients, since one of them leaves gradients to be folded into the next ones.
         optimizer.zero_grad(set_to_none=step != 2)
-        reference_backward(subject.case, module, subject.case.batch(step, subject.dtype), world)
+        backward(subject.case.batch(step, subject.dtype))
         gradients.append(gradients_of(module))
+        states.append(state_of(module))
         optimizer.step()
-    return gradients
+    return gradients, states
 
 
 def check(name: str, values: list[dict[str, Any]], from_graph: bool = True) -> None:
     """``values`` by rank: gradients right on every rank in every step, and every bucket out of a graph."""
     subject, world = SUBJECTS[name], len(values)
-    expected = reference(subject, world)
+    plain = subject.case.module(subject.dtype)
+    expected, _ = run_steps(subject, plain, lambda batch: reference_backward(subject.case, plain, batch, world))
     assert any(g is not None and g.abs().max() > 1e-3 for g in expected[-1].values()), "the reference is dead"
     for rank, value in enumerate(values):
         assert_identical(value["gradients"], values[0]["gradients"], f"{name}: gradients of rank {rank} and rank 0")

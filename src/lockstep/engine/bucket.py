@@ -84,6 +84,8 @@ class LiveBucket:
         "flight",
         "gets_more",
         "gradients",
+        "has_dirty",
+        "has_divided",
         "is_delivered",
         "is_recorded",
         "is_sparse",
@@ -141,8 +143,10 @@ class LiveBucket:
         self.skipped = False
         self.launched_ns = 0
         self.was_sent = False
+        self.has_divided = False
         # Of buckets that a compiled graph delivers, see engine/delivery.py.
         self.is_delivered = False
+        self.has_dirty = False
         self.is_recorded = False
         self.came_clean = False
         self.left_because = ""  # why the last delivery was left to the hooks
@@ -152,8 +156,10 @@ class LiveBucket:
     def clear(self) -> None:
         """Forget a launch."""
         self.flat = self.flight = self.views_of_flat = self.staging = None
-        for slot in self.slots:
-            slot.is_divided = False
+        if self.has_divided:
+            self.has_divided = False
+            for slot in self.slots:
+                slot.is_divided = False
         self.gradients = []
         self.num_adopted = 0
         self.is_delivered = self.was_sent = False

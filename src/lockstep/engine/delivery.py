@@ -93,6 +93,7 @@ def pack(grads: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
 
 
 def in_memory_order(gradient: Tensor, parameter: Tensor) -> Tensor:
+    gradient = gradient.to(parameter.dtype)
     if parameter.is_contiguous():
         return gradient.reshape(-1)
     if gradient.stride() != parameter.stride():
@@ -165,7 +166,7 @@ class Deliveries:
             return "distributed autograd keeps gradients elsewhere"
         dtype = bucket.parameters[0].dtype
         for gradient in grads:
-            if gradient.dtype is not dtype:
+            if gradient.dtype is not dtype and not (gradient.is_floating_point() and dtype is torch.float32):
                 return "its gradient has another dtype"
         if accumulated is not None and not _can_fold(accumulated, dtype):
             return "what lies in .grad cannot be added to it"
@@ -183,8 +184,10 @@ class Deliveries:
             for slot, gradient in zip(bucket.slots, accumulated, strict=True):
                 slot.kept_grad = gradient
                 slot.parameter.grad = None
-        for slot in bucket.slots:
-            slot.dirty = True
+        if accumulated is not None or backward.needs_every_hook:
+            bucket.has_dirty = True
+            for slot in bucket.slots:
+                slot.dirty = True
         bucket.is_delivered = True
         self._delivered.append(bucket)
         window.launch_complete()
@@ -261,6 +264,7 @@ class Deliveries:
     def settle(self) -> None:
         """Autograd has put the delivered gradients into ``.grad``: as they were, or with something added."""
         delivered, self._delivered = self._delivered, []
+        stays_open = not self._backward.window.all_launched
         for bucket in delivered:
             assert bucket.flat is not None
             base, itemsize = bucket.flat.data_ptr(), bucket.flat.element_size()
@@ -279,6 +283,8 @@ class Deliveries:
                     self._note_addition(bucket, slot)
                 if slot.kept_grad is not None:
                     self.put_back(slot)
+                if stays_open:
+                    slot.dirty = bucket.has_dirty = True
 
     def _note_addition(self, bucket: LiveBucket, slot: Slot) -> None:
         """See [Note: a parameter used in the graph and outside of it]."""

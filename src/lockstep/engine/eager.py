@@ -211,7 +211,11 @@ class EagerBackward:
                 self._mark_known_unused()
 
     def _mark_known_unused(self) -> None:
-        for slot in [slot for slot in self.reducer.slots if self._is_known_unused(slot)]:
+        if self.static_graph or self._used_in_forward is not None:
+            unused = [slot for slot in self.reducer.slots if self._is_known_unused(slot)]
+        else:  # the usual case, in which only those frozen since the wrapping are
+            unused = [slot for slot in self.reducer.slots if not slot.parameter.requires_grad]
+        for slot in unused:
             if slot.dirty and self.static_graph and slot.parameter.requires_grad:
                 raise errors.graph_changed(slot.place, rank=self.reducer.rank, expected=0)
             self.window.mark_ready(slot, found_unused=True)

@@ -164,8 +164,9 @@ class Reducer(ReducerTorchNames):
 
         Autograd runs compiled backwards without recording, so nothing here needs to turn it off.
         """
-        like = bucket.parameters[0]
-        divides = leaves_now and self._divides_first(like) and self._factor != 1.0
+        like = bucket.parameters[0].detach()
+        is_mixed = {gradient.dtype for gradient in gradients} != {like.dtype}
+        divides = leaves_now and not is_mixed and self._factor != 1.0 and self._divides_first(like)
         if accumulated is not None:
             flat = self._pack_onto(bucket, gradients, accumulated, like)
         elif like.device.type == "cpu" or self.ownership is GradOwnership.PERSISTENT or not bucket.all_row_major:
@@ -174,9 +175,12 @@ class Reducer(ReducerTorchNames):
             if divides:  # on the way, as it costs nothing there
                 for gradient, view, slot in zip(gradients, views, bucket.slots, strict=True):
                     torch.mul(gradient, self._factor, out=view)
-                    slot.is_divided = True
+                    slot.is_divided = bucket.has_divided = True
             else:
                 torch_private.foreach_copy(views, list(gradients))
+        elif is_mixed:
+            flat = like.new_empty(bucket.spec.num_elements)
+            torch_private.foreach_copy(bucket.views(flat), list(gradients))
         else:
             flat = torch_private.flatten_dense(list(gradients))
             if len(gradients) == 1:  # a tensor that is alone comes back as a view
@@ -209,8 +213,10 @@ class Reducer(ReducerTorchNames):
 
     def finish_delivered(self, bucket: LiveBucket) -> None:
         """.grad lies in the buffer already; give it memory of its own where that was asked for."""
-        for slot in bucket.slots:
-            slot.dirty = False
+        if bucket.has_dirty:
+            bucket.has_dirty = False
+            for slot in bucket.slots:
+                slot.dirty = False
         if self.ownership is GradOwnership.OWN:
             for parameter in bucket.parameters:
                 if parameter.grad is not None:
@@ -233,7 +239,7 @@ class Reducer(ReducerTorchNames):
             view = piece.view(slot.shape) if slot.is_dense_row_major else piece.as_strided(slot.shape, slot.stride)
             if self._divides_first(view):
                 torch.mul(gradient, self._factor, out=view)
-                slot.is_divided = True
+                slot.is_divided = bucket.has_divided = True
             else:
                 view.copy_(gradient)
             gradient.data = view

@@ -27,7 +27,7 @@ from lockstep.engine.eager import EagerBackward
 from lockstep.graph import joint
 from lockstep.graph.fingerprint import GraphFacts, describe_graph
 from lockstep.graph.joint import GraphRecord, Group, Member
-from lockstep.graph.share import CompileTurns, GraphTurn
+from lockstep.graph.share import CompileTurns, GraphTurn, cache_directory
 from lockstep.graph.split import SplitOptimizer
 from lockstep.plan import BucketCaps
 
@@ -63,8 +63,7 @@ class OverlapCompiler:
         record = GraphRecord(region_name(gm), strategy, frozenset(slot.name for slot in slots.values()))
         self._backward.graphs.append(record)
         if strategy == "none":
-            self._announce(gm, inputs, slots, record)
-            return self._compile_as_it_is(gm, inputs, **options)
+            return self._compile_as_it_is(gm, inputs, self._announce(gm, inputs, slots, record), **options)
         if strategy == "split":
             self._announce(gm, inputs, slots, record)
             return self._split(gm, inputs, slots, **options)
@@ -74,8 +73,7 @@ class OverlapCompiler:
                 f"aot_autograd), and {self._backend!r} is not known to. Leave overlap out, or set it to 'split'."
             )
         if not slots:
-            self._announce(gm, inputs, slots, record)
-            return self._compile_as_it_is(gm, inputs, **options)
+            return self._compile_as_it_is(gm, inputs, self._announce(gm, inputs, slots, record), **options)
         if self._settle_plan is not None:
             self._settle_plan(gm, slots, None)
         record.groups, record.left_out = find_groups(self._backward, slots)
@@ -114,18 +112,21 @@ class OverlapCompiler:
             parameter_names=names,
             backend=name,
             settings=f"overlap {strategy}, options {options}",
+            cache="" if inductor is None else cache_directory(inductor[1]),
         )
 
-    def _compile_as_it_is(self, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+    def _compile_as_it_is(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], turn: GraphTurn | None = None, **options: Any
+    ) -> Any:
         """By the user's backend, nothing put into the graph (a whole one, or a part of a split one); but in turn."""
         inductor = inductor_behind(self._backend)
         if inductor is None or self._turns is None:
             return self._backend(gm, inputs, **options)
         backend, config = inductor
         patches = {**config, **options.pop("config_patches", {})}
-        facts = self._facts(gm, inputs, region_name(gm), "none")
+        turn = turn or GraphTurn(self._turns, self._facts(gm, inputs, region_name(gm), "none"))
         compile_around = partial(torch_private.compile_with_inductor, backend, gm, inputs, patches)
-        return GraphTurn(self._turns, facts).run(compile_around, patches)
+        return turn.run(compile_around)
 
     def _slots_of(self, inputs: Sequence[Any]) -> dict[int, Slot]:
         """The parameters of this wrapper among the inputs of a graph, by the index of the input."""
@@ -250,7 +251,7 @@ def _compile_with_inductor(
         theirs = torch_private.inductor_setting(setting, patches)
         patches[setting] = torch_private.graph_pass(partial(put, record=record), f"{setting} {key}", before=theirs)
     compile_around = partial(torch_private.compile_with_inductor, backend, gm, inputs, patches)
-    return compile_around() if turn is None else turn.run(compile_around, patches)  # type: ignore[no-any-return]
+    return compile_around() if turn is None else turn.run(compile_around)  # type: ignore[no-any-return]
 
 
 def _compile_with_aot(

@@ -56,7 +56,9 @@ class GraphFacts:
     parameters: tuple[str, ...] = ()
     operations: tuple[tuple[str, int], ...] = ()  # how often each occurs
     settings: str = ""
-    devices: tuple[str, ...] = ()  # with ordinals; not part of the digest
+    # Not part of the digest: the devices with their ordinals, and where the compiler keeps its results, if it does.
+    devices: tuple[str, ...] = ()
+    cache: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
@@ -82,6 +84,7 @@ def describe_graph(
     parameter_names: Mapping[int, str] | None = None,
     backend: str = "",
     settings: str = "",
+    cache: str = "",
 ) -> GraphFacts:
     """The facts of a traced graph; ``parameter_names`` tells which inputs (by index) are parameters of the wrapper.
 
@@ -108,6 +111,7 @@ def describe_graph(
         operations=tuple(sorted(lines.operations.items())),
         settings=settings,
         devices=tuple(sorted({str(value.device) for _, _, value in tensors})),
+        cache=cache,
     )
 
 

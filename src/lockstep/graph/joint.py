@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from lockstep import torch_private
 from lockstep.graph import ops
 
+_NARROW = (torch.bfloat16, torch.float16)
 _GROUP_KEY = "lockstep_group"  # in the meta of a launch: which of the record's groups it is
 
 
@@ -82,14 +83,15 @@ def put_launches(graph: fx.Graph, record: GraphRecord) -> None:
         if why is not None:
             record.left_out |= {member.name: why for member in group.members}
             continue
-        gradients = [results[gradient_positions[m.input_index]] for m in group.members]
+        computed = [results[gradient_positions[m.input_index]] for m in group.members]
+        gradients = [_before_cast(node) for node in computed]
         parameters = [inputs[m.input_index] for m in group.members]
         last = max([*gradients, *parameters], key=order.__getitem__)
         with graph.inserting_after(last):
             flat = graph.call_function(ops.launch, (gradients, parameters))
-        flat.meta["val"] = _fake_flat(gradients, parameters)
+        flat.meta["val"] = _fake_flat(parameters)
         before = flat
-        for member, gradient in zip(group.members, gradients, strict=True):
+        for member, gradient in zip(group.members, computed, strict=True):
             with graph.inserting_after(before):
                 view = graph.call_function(
                     torch.ops.aten.as_strided.default, (flat, member.shape, member.stride, member.offset)
@@ -122,11 +124,24 @@ def _why_not(
     return None
 
 
-def _fake_flat(gradients: Sequence[fx.Node], parameters: Sequence[fx.Node]) -> Tensor:
-    values = [node.meta["val"] for node in gradients]
-    num_elements = sum(node.meta["val"].numel() for node in parameters)
+def _fake_flat(parameters: Sequence[fx.Node]) -> Tensor:
+    values = [node.meta["val"] for node in parameters]
     with torch_private.fake_mode_of(values):
-        return values[0].new_empty(num_elements)  # type: ignore[no-any-return]
+        return torch.empty(sum(v.numel() for v in values), dtype=values[0].dtype, device=values[0].device)
+
+
+def _before_cast(gradient: fx.Node) -> fx.Node:
+    """The gradient before it is cast up to the parameter's dtype, if that is the last thing that happens to it.
+
+    Packing moves every element once anyway; casting on the way saves writing and reading it once more (autocast).
+    """
+    if gradient.target is torch.ops.prims.convert_element_type.default and len(gradient.users) == 1:
+        source = gradient.args[0]
+        if isinstance(source, fx.Node) and isinstance(source.meta.get("val"), Tensor):
+            before, after = source.meta["val"], gradient.meta["val"]
+            if before.dtype in _NARROW and after.dtype == torch.float32 and before.shape == after.shape:
+                return source
+    return gradient
 
 
 def put_collects(graph: fx.Graph, record: GraphRecord) -> None:

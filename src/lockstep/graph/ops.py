@@ -41,7 +41,8 @@ def _collect(flats: list[Tensor]) -> None:
 
 @torch.library.register_fake("lockstep::launch", lib=_library)
 def _fake_launch(grads: list[Tensor], parameters: list[Tensor]) -> Tensor:
-    return grads[0].new_empty(sum(p.numel() for p in parameters))
+    first = parameters[0]
+    return torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
 
 
 @torch.library.register_fake("lockstep::collect", lib=_library)

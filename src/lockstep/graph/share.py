@@ -70,7 +70,7 @@ class CompileTurns:
         compilation = f"compile/host {self._host}/{facts.region}/{facts.number}"
         first = self.board.post_first(f"{compilation}/first", f"{self._rank} {facts.digest}")
         if self._is_leader:
-            self.board.post(f"{compilation}/leader", facts.digest)
+            self.board.post(f"{compilation}/leader", self._turn_key(facts))
         other, digest = first.split()
         if digest == facts.digest or facts.region in self._warned:
             return
@@ -98,16 +98,11 @@ class CompileTurns:
 
     # ---------------------------------------------------------------- taking turns
 
-    def take_turn(
-        self, facts: GraphFacts, compile: Callable[[], T], *, cache_directory: str | None, phase: str = "forward"
-    ) -> T:
-        """What ``compile`` returns, called when it is this rank's turn.
-
-        ``cache_directory`` is where results are found by others; None, where they are not, means at once.
-        """
-        if self.board is None or cache_directory is None:
+    def take_turn(self, facts: GraphFacts, compile: Callable[[], T], *, phase: str = "forward") -> T:
+        """What ``compile`` returns, called when it is this rank's turn; at once where others cannot find the result."""
+        if self.board is None or not facts.cache:
             return compile()
-        turn = self._turn_key(facts, cache_directory, phase)
+        turn = f"{self._turn_key(facts)}/{phase}"
         self._give_head_start(turn, facts)
         mine = json.dumps({"rank": self._rank, "pid": os.getpid()})
         claim = self.board.post_first(f"{turn}/claim", mine)
@@ -122,15 +117,16 @@ class CompileTurns:
         self.board.post(f"{turn}/outcome", _DONE)
         return compiled
 
-    def found_in_cache(self, facts: GraphFacts, cache_directory: str | None) -> None:
+    def found_in_cache(self, facts: GraphFacts) -> None:
         """This rank got both phases from a cache without a turn; ranks that do not must not wait for it to start."""
-        if self.board is not None and cache_directory is not None and self._is_leader:
+        if self.board is not None and self._is_leader:
             for phase in ("forward", "backward"):
-                self.board.post_first(f"{self._turn_key(facts, cache_directory, phase)}/outcome", _DONE)
+                self.board.post_first(f"{self._turn_key(facts)}/{phase}/outcome", _DONE)
 
-    def _turn_key(self, facts: GraphFacts, cache_directory: str, phase: str) -> str:
-        place = "|".join([self._host, *_identity(cache_directory), *facts.devices])
-        return f"compile/{hashlib.blake2b(place.encode(), digest_size=8).hexdigest()}/{facts.digest}/{phase}"
+    def _turn_key(self, facts: GraphFacts) -> str:
+        """The same on two ranks if and only if one finds what the other compiled."""
+        place = "|".join([self._host, *_identity(facts.cache), *facts.devices])
+        return f"compile/{hashlib.blake2b(place.encode(), digest_size=8).hexdigest()}/{facts.digest}"
 
     def _give_head_start(self, turn: str, facts: GraphFacts) -> None:
         """Let the leader claim first, as long as it may be about to.
@@ -143,7 +139,7 @@ class CompileTurns:
         deadline = monotonic() + _seconds("LOCKSTEP_COMPILE_START_SECONDS", 5.0)
         leader = f"compile/host {self._host}/{facts.region}/{facts.number}/leader"
         while monotonic() < deadline and self.board.read(f"{turn}/claim") is None:
-            if self.board.read(leader) not in (None, facts.digest) or self.board.read(f"{turn}/outcome"):
+            if self.board.read(leader) not in (None, self._turn_key(facts)) or self.board.read(f"{turn}/outcome"):
                 return
             sleep(_POLL_SECONDS)
 
@@ -189,20 +185,19 @@ class GraphTurn:
     turns: CompileTurns
     facts: GraphFacts
 
-    def run(self, compile_around: Callable[[Around], T], patches: dict[str, Any]) -> T:
-        """Compile a graph under the options ``patches``; ``compile_around`` takes what stands around each phase."""
-        shares = not torch_private.inductor_meets_ranks(patches)
-        directory = torch_private.inductor_cache_directory(patches) if shares else None
+    def run(self, compile_around: Callable[[Around], T]) -> T:
+        """Compile; ``compile_around`` takes what stands around each phase."""
         phases = []
 
         def around(phase: str, graph: Any, compile: Callable[[], Any]) -> Any:
             phases.append(phase)
-            findable = directory if torch_private.inductor_can_cache(graph) else None
-            return self.turns.take_turn(self.facts, compile, cache_directory=findable, phase=phase)
+            if not torch_private.inductor_can_cache(graph):
+                return compile()
+            return self.turns.take_turn(self.facts, compile, phase=phase)
 
         compiled = compile_around(around)
         if not phases:  # AOTAutograd's cache had all of it
-            self.turns.found_in_cache(self.facts, directory)
+            self.turns.found_in_cache(self.facts)
         return compiled
 
 
@@ -215,6 +210,13 @@ def turns_of(owner: object, board: Board | None, rank: int) -> CompileTurns:
     if found is None or found.board is not board:
         found = _turns[owner] = CompileTurns(board, rank)
     return found
+
+
+def cache_directory(patches: dict[str, Any]) -> str:
+    """Where other ranks find what Inductor compiles under these options; empty where there is nothing to wait for."""
+    if torch_private.inductor_meets_ranks(patches):
+        return ""  # they have to compile at the same time
+    return torch_private.inductor_cache_directory(patches) or ""
 
 
 def _identity(directory: str) -> list[str]:

@@ -1,0 +1,176 @@
+"""Compile once per host: one rank compiles, the others find the result; and nobody waits for a rank that does not.
+
+Where a wait would be wrong, the head start of the leader is set far above the limit of the run: a rank that waited
+for it would end the test.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.multirank.harness import lockstep_only, run_ranks
+
+pytestmark = [pytest.mark.multirank, lockstep_only]
+
+ROWS = 4
+PRELOAD = ("torch._inductor.compile_fx",)
+NEVER = {"LOCKSTEP_COMPILE_START_SECONDS": "1000"}
+
+
+def build() -> nn.Module:
+    torch.manual_seed(11)
+    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3))
+
+
+class Words(logging.Handler):
+    """What the project logged on this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.warnings: list[str] = []
+        logging.getLogger("lockstep").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            self.warnings.append(record.getMessage())
+
+
+class Training:
+    """A compiled wrapper next to the plain module, which sees the batches of all ranks."""
+
+    def __init__(self, **options: Any) -> None:
+        import lockstep
+
+        self.module, self.reference = build(), build()
+        self.model = torch.compile(lockstep.DDP(self.module), **options)
+
+    def step(self, rows_of_rank: list[int]) -> None:
+        """One step, in which each rank has as many rows as it says here; checks every gradient."""
+        batches = [
+            torch.randn(rows, 6, generator=torch.Generator().manual_seed(rank))
+            for rank, rows in enumerate(rows_of_rank)
+        ]
+        self.module.zero_grad()
+        self.reference.zero_grad()
+        loss(self.model(batches[dist.get_rank()])).backward()
+        torch.stack([loss(self.reference(batch)) for batch in batches]).mean().backward()
+        for (name, p), q in zip(self.module.named_parameters(), self.reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def loss(output: Tensor) -> Tensor:
+    return output.pow(2).mean()
+
+
+def cache_counts() -> tuple[int, int]:
+    """How many graphs this rank found in Inductor's cache, and how many it did not."""
+    counts = torch._dynamo.utils.counters["inductor"]
+    assert not counts["fxgraph_cache_bypass"]
+    return counts["fxgraph_cache_hit"], counts["fxgraph_cache_miss"]
+
+
+def share_then_recompile_alone() -> dict[str, Any]:
+    words, training = Words(), Training()
+    training.step([ROWS, ROWS])
+    first = cache_counts()
+    training.step([ROWS, ROWS + 3])  # a guard fails on rank 1 only
+    training.step([ROWS, ROWS])
+    return {"first": first, "later": cache_counts(), "warnings": words.warnings}
+
+
+def test_followers_load_what_the_leader_compiled_and_recompile_alone(tmp_path: Path) -> None:
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), **NEVER}
+    leader, follower = run_ranks(2, share_then_recompile_alone, env=env, preload=PRELOAD)
+    assert (leader["first"], follower["first"]) == ((0, 2), (2, 0))
+    assert (leader["later"], follower["later"]) == ((0, 2), (2, 2))
+    assert leader["warnings"] == follower["warnings"] == []
+
+
+def train_on_other_shapes() -> dict[str, Any]:
+    words, training = Words(), Training()
+    for _ in range(2):
+        training.step([ROWS, ROWS + 1])
+    return {"counts": cache_counts(), "warnings": words.warnings}
+
+
+def test_a_rank_with_another_shape_compiles_its_own_and_is_named(tmp_path: Path) -> None:
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), **NEVER}
+    both = run_ranks(2, train_on_other_shapes, env=env, preload=PRELOAD)
+    assert [rank["counts"] for rank in both] == [(0, 2), (0, 2)]
+    (warning,) = [warning for rank in both for warning in rank["warnings"]]
+    assert "  rank 0 | [4, 6] float32\n  rank 1 | [5, 6] float32" in warning
+
+
+def train_with_own_caches(directory: str) -> tuple[int, int]:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{directory}/{dist.get_rank()}"
+    Training().step([ROWS, ROWS])
+    return cache_counts()
+
+
+def test_ranks_with_other_cache_directories_do_not_wait(tmp_path: Path) -> None:
+    assert run_ranks(2, train_with_own_caches, str(tmp_path), env=NEVER, preload=PRELOAD) == [(0, 2), (0, 2)]
+
+
+def train_after_a_failure() -> dict[str, Any]:
+    from torch._inductor import compile_fx
+
+    words, training = Words(), Training()
+    original = compile_fx.compile_fx_inner
+    failure = ""
+    if dist.get_rank() == 0:
+
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            raise ValueError("no compiler today")
+
+        compile_fx.compile_fx_inner = fail
+        try:
+            training.model(torch.ones(ROWS, 6))
+        except Exception as error:
+            failure = str(error)
+        compile_fx.compile_fx_inner = original
+    training.step([ROWS, ROWS])
+    return {"failure": failure, "warnings": words.warnings}
+
+
+def test_a_leader_that_cannot_compile_holds_nobody_up(tmp_path: Path) -> None:
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    leader, follower = run_ranks(2, train_after_a_failure, env=env, preload=PRELOAD)
+    assert "no compiler today" in leader["failure"]
+    assert any("no compiler today" in warning for warning in follower["warnings"])
+
+
+def gather_states_on_any_device(graph: Any) -> None:
+    """dynamo's own method, without the lines in which torch 2.13 asks for one kind of device, and a count of them."""
+    state = graph.root_tx.distributed_state
+    if state is not None and state.all_states is None:
+        all_states = [None] * state.compile_pg.size()
+        dist.all_gather_object(all_states, state.local_state, group=state.compile_pg)
+        state.all_states = all_states
+        graph.root_tx.speculation_log.clear()
+        raise torch._dynamo.exc.CompileCollectiveRestartAnalysis
+
+
+def train_with_collectives_of_the_compiler() -> tuple[int, int]:
+    from torch._dynamo.output_graph import OutputGraph
+
+    OutputGraph.run_compiler_collective = gather_states_on_any_device
+    torch.compiler.set_enable_guard_collectives(True)
+    with torch._dynamo.config.patch(enable_compiler_collectives=True):
+        training = Training()
+        training.step([ROWS, ROWS + 1])  # told of each other's size, both make it dynamic
+        training.step([ROWS, ROWS + 2])
+    return cache_counts()
+
+
+def test_collectives_of_the_compiler_keep_working(tmp_path: Path) -> None:
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    counts = run_ranks(2, train_with_collectives_of_the_compiler, env=env, preload=PRELOAD)
+    assert counts == [(0, 2), (2, 0)]
