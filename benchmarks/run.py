@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from cold_start import cold_start
+from compiled import compiled_graphs, compiled_link
 from eager import eager_link, eager_step
 from memory import memory
 from per_parameter import hooks_per_parameter, wrap_time
@@ -22,9 +24,12 @@ from ranks import RanksFailed
 CASES = {
     "eager_step": eager_step,
     "eager_link": eager_link,
+    "compiled_link": compiled_link,
+    "compiled_graphs": compiled_graphs,
     "memory": memory,
     "hooks_per_parameter": hooks_per_parameter,
     "wrap_time": wrap_time,
+    "cold_start": cold_start,
 }
 
 

@@ -23,6 +23,209 @@ def world_of_one(tmp_path):
     dist.destroy_process_group()
 
 
+def check_TorchDDP() -> None:
+    assert hasattr(private.TorchDDP, "_active_ddp_module")
+    assert private.TorchDDP._get_active_ddp_module() is None
+
+
+def _joint_graph(model: torch.nn.Module, *inputs: torch.Tensor) -> torch.fx.Graph:
+    """The graph of forward and backward, as passes get it."""
+    seen: list[torch.fx.Graph] = []
+    parts = private.aot_backend_parts(torch._dynamo.lookup_backend("aot_eager"))
+    assert parts is not None
+    partition = parts["partition_fn"]
+
+    def look(module, *args, **kwargs):
+        seen.append(module.graph)
+        return partition(module, *args, **kwargs)
+
+    torch.compile(model, backend=private.aot_backend({**parts, "partition_fn": look}))(*inputs).sum().backward()
+    return seen[0]
+
+
+def check_aot_backend() -> None:
+    model = torch.nn.Linear(3, 2)
+    graph = _joint_graph(model, torch.ones(1, 3))
+    assert any(node.op == "output" for node in graph.nodes)
+
+
+check_aot_backend_parts = check_aot_backend
+
+
+def check_gradient_positions() -> None:
+    graph = _joint_graph(torch.nn.Linear(3, 2), torch.ones(1, 3))
+    inputs, positions = private.plain_inputs(graph), private.gradient_positions(graph.output_node())
+    shapes = {tuple(inputs[index].meta["val"].shape) for index in positions}
+    assert shapes == {(2, 3), (2,)}
+    results = graph.output_node().args[0]
+    assert all(results[at].meta["val"].shape == inputs[index].meta["val"].shape for index, at in positions.items())
+
+
+check_plain_inputs = check_gradient_positions
+
+
+def check_fake_mode_of() -> None:
+    graph = _joint_graph(torch.nn.Linear(3, 2), torch.ones(1, 3))
+    value = next(iter(private.plain_inputs(graph).values())).meta["val"]
+    with private.fake_mode_of([value]):
+        assert type(torch.empty(3)) is not torch.Tensor
+
+
+def check_copy_node_origin() -> None:
+    graph = torch.fx.Graph()
+    one, two = graph.placeholder("one"), graph.placeholder("two")
+    one.meta["seq_nr"] = 7
+    private.copy_node_origin(one, two)
+    assert two.meta["seq_nr"] == 7
+
+
+def check_node_flops() -> None:
+    graph = _joint_graph(torch.nn.Linear(3, 2), torch.ones(5, 3))
+    assert sum(private.node_flops(node) for node in graph.nodes) >= 2 * 5 * 3 * 2
+
+
+def check_size_hint() -> None:
+    assert private.size_hint(4) == 4
+    seen = []
+
+    def backend(gm, inputs):
+        seen.extend(private.size_hint(i) for i in inputs if not isinstance(i, torch.Tensor))
+        return gm
+
+    torch.compile(lambda x: x + 1, backend=backend, dynamic=True)(torch.ones(6))
+    assert seen == [6]
+
+
+def check_foreach_add() -> None:
+    tensors = [torch.ones(2), torch.ones(3)]
+    private.foreach_add(tensors, [torch.ones(2), torch.ones(3)])
+    assert [t.sum().item() for t in tensors] == [4.0, 6.0]
+
+
+def check_engine_will_run() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    node = private.gradient_accumulator(parameter)
+    answers = []
+
+    class Ask(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, g):
+            answers.append(private.engine_will_run(node))
+            return g * 2
+
+    Ask.apply(parameter).sum().backward()
+    torch.autograd.grad(Ask.apply(parameter).sum(), parameter)
+    assert answers == [True, False]
+
+
+def check_only_hooks_are_ours() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    assert not private.only_hooks_are_ours([parameter])
+    parameter.register_post_accumulate_grad_hook(lambda p: None)
+    assert private.only_hooks_are_ours([parameter])
+    parameter.register_hook(lambda g: None)
+    assert not private.only_hooks_are_ours([parameter])
+
+
+def check_own_code() -> None:
+    def add(a, b=2):
+        return a + b
+
+    other = private.own_code(add)
+    assert other(1) == 3
+    assert other.__code__ is not add.__code__
+
+
+def check_compiler_is_watching() -> None:
+    seen = []
+
+    def look(x):
+        seen.append(private.compiler_is_watching())
+        return x
+
+    private.leave_frame_to_python(look)
+    look(1)
+    torch.compile(look, backend="eager")(1)
+    assert seen == [False, True]
+
+
+def check_is_compiled() -> None:
+    plain, in_place = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    in_place.compile(backend="eager")
+    assert [private.is_compiled(m) for m in (plain, in_place, torch.compile(plain, backend="eager"))] == [
+        False,
+        True,
+        True,
+    ]
+
+
+def check_has_compiled_code() -> None:
+    def double(x):
+        return x * 2
+
+    assert not private.has_compiled_code(double)
+    torch.compile(double, backend="eager")(torch.ones(1))
+    assert private.has_compiled_code(double)
+
+
+def check_unwrap_backend() -> None:
+    plain = torch._dynamo.lookup_backend("aot_eager")
+    assert private.unwrap_backend(plain) == (plain, {})
+    wrapped = torch._TorchCompileWrapper("aot_eager", None, {"some": 1}, None)
+    assert private.unwrap_backend(wrapped) == (plain, {"options": {"some": 1}})
+
+
+def check_inductor_backend() -> None:
+    backend = private.inductor_backend("reduce-overhead", {"max_fusion_size": 3})
+    assert private.inductor_config_of(backend) == {"triton.cudagraphs": True, "max_fusion_size": 3}
+    assert private.inductor_config_of(torch._dynamo.lookup_backend("inductor")) == {}
+    assert private.inductor_config_of(print) is None
+
+
+check_inductor_config_of = check_inductor_backend
+
+
+def check_inductor_setting() -> None:
+    assert private.inductor_setting("joint_custom_post_pass", {}) is None
+    assert private.inductor_setting("joint_custom_post_pass", {"joint_custom_post_pass": 3}) == 3
+
+
+def check_compile_with_inductor() -> None:
+    passes = []
+    spy = private.graph_pass(lambda graph: passes.append("ours"), "key", before=lambda graph: passes.append("theirs"))
+    assert spy.uuid() is None  # a pass of the user that does not name itself must keep caches away
+
+    def backend(gm, inputs):
+        patches = {"post_grad_custom_post_pass": spy}
+        return private.compile_with_inductor(private.inductor_backend(), gm, inputs, patches)
+
+    assert torch.compile(lambda x: x.sin() + 1, backend=backend)(torch.zeros(3)).tolist() == [1.0] * 3
+    assert passes == ["theirs", "ours"]
+
+
+check_graph_pass = check_compile_with_inductor
+
+
+def check_register_backend() -> None:
+    def a_backend_for_tests(gm, inputs):
+        return gm
+
+    private.register_backend(a_backend_for_tests, "a_backend_for_tests")
+    assert torch._dynamo.lookup_backend("a_backend_for_tests") is a_backend_for_tests
+
+
+def check_stand_in_for_ddp_optimizer() -> None:
+    from torch._dynamo.backends import distributed
+
+    assert distributed.DDPOptimizer._asks_lockstep  # since lockstep was imported
+    made = distributed.DDPOptimizer(bucket_bytes_cap=2**20, backend_compile_fn=print)
+    assert made.bucket_bytes_cap == 2**20  # torch's own, as no wrapper of ours is running
+
+
 def check_BufferCommHookLocation() -> None:
     assert {m.name for m in private.BufferCommHookLocation} == {"PRE_FORWARD", "POST_FORWARD"}
 
@@ -311,6 +514,57 @@ def check_tracing_context_of_a_part() -> None:
         assert not with_fakes()
 
 
+def check_inductor_cache_directory() -> None:
+    import os
+
+    assert private.inductor_cache_directory({"fx_graph_cache": True}) == os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    assert private.inductor_cache_directory({"fx_graph_cache": False}) is None
+    assert private.inductor_cache_directory({"force_disable_caches": True}) is None
+
+
+def check_inductor_can_cache() -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.higher_order.wrap(torch.sin, x)
+
+    modules = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        modules.append((graph, private.inductor_can_cache(graph)))
+        return graph
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    torch.compile(body, backend=backend)(torch.ones(2))
+    assert [answer for _, answer in modules] == [True, False]
+
+
+def check_inductor_meets_ranks() -> None:
+    from torch._inductor import config
+
+    assert not private.inductor_meets_ranks({})
+    assert private.inductor_meets_ranks({"aten_distributed_optimizations.enable_overlap_scheduling": True})
+    with config.patch("distributed_max_autotune_gemm", True):
+        assert private.inductor_meets_ranks({})
+
+
+def check_recompile_reason() -> None:
+    reasons = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        reasons.append(private.recompile_reason())
+        return graph
+
+    compiled = torch.compile(lambda x: x + 1, backend=backend)
+    compiled(torch.ones(2))
+    compiled(torch.ones(3))
+    assert reasons[0] == private.recompile_reason() == ""
+    assert "expected 2, actual 3" in reasons[1]
+
+
+def check_graph_input_name() -> None:
+    graph = traced(lambda rows: rows + 1)
+    assert [private.graph_input_name(node) for node in graph.find_nodes(op="placeholder")] == ["rows"]
+
+
 def traced(function: object) -> torch.fx.Graph:
     graphs = []
 
@@ -339,10 +593,12 @@ def test_every_name_has_a_reason() -> None:
         "GradBucket",
         "MixedPrecision",
         "RecordFunction",
+        "TorchDDP",
         "cast_forward_inputs",
         "default_group",
         "default_store",
         "flatten_dense",
+        "foreach_add",
         "foreach_copy",
         "foreach_mul",
         "inputs_to_device",

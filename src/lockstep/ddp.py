@@ -396,7 +396,7 @@ class DistributedDataParallel(PlanKeeping, Compilation, TorchNames, nn.Module, J
             before = DistributedDataParallel._active_ddp_module
             DistributedDataParallel._active_ddp_module = torch_private.TorchDDP._active_ddp_module = self
             try:
-                output = self._run_ddp_forward(*inputs, **kwargs)
+                output = self._region(self, *inputs, **kwargs)
             finally:
                 DistributedDataParallel._active_ddp_module = torch_private.TorchDDP._active_ddp_module = before
             return self._post_forward(output)
@@ -435,6 +435,8 @@ class DistributedDataParallel(PlanKeeping, Compilation, TorchNames, nn.Module, J
         return inputs, kwargs
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        # Read here so that the compiler guards on it: graphs are made for a plan.
+        assert self._graph_key
         return self.module(*inputs, **kwargs)
 
     @torch.compiler.disable

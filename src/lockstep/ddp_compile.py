@@ -68,6 +68,10 @@ class Compilation:
     timeline: Timeline
 
     def _init_compilation(self) -> None:
+        # What a compiler sees of a forward, as a function of this wrapper alone: compilers keep their graphs by code
+        # object, so a shared one would hand this wrapper another one's graphs, and run out of room for them.
+        self._region = torch_private.own_code(type(self)._run_ddp_forward)  # type: ignore[attr-defined]
+        self._graph_key = "plan 0"
         self._link: LinkModel | None = None
         self._asked_about_compiling = False
         self._num_graph_plans = 0
@@ -194,6 +198,11 @@ class Compilation:
         if torch.is_autocast_enabled(kind):
             return torch.get_autocast_dtype(kind)
         return next((slot.parameter.dtype for slot in self.reducer.slots), torch.float32)
+
+    def _forget_graphs(self) -> None:
+        """The plan has changed: graphs that were made for the one before are not used again."""
+        self._graph_key = f"plan {int(self._graph_key.split()[1]) + 1}"
+        self.backward.graphs.clear()
 
     def _adopt_plan(self, plan: Plan) -> None:
         self.reducer.use_plan(plan, self.reducer.slots)

@@ -59,6 +59,7 @@ class PlanKeeping:
         self.reducer.use_plan(plan, slots)
         self.backward.rebuild()
         self.backward.attach()
+        self._forget_graphs()  # type: ignore[attr-defined]
         self._log_construction()  # type: ignore[attr-defined]
 
     def _confirm_plan(self) -> None:

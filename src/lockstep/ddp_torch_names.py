@@ -406,6 +406,7 @@ class TorchNames:
             "_delayed",
             "device_mesh",
             "_comm_hooks",
+            "_region",
         ):
             state.pop(live, None)
         state["_saved_plan"] = self.plan.to_json()  # type: ignore[attr-defined]

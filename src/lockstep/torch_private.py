@@ -7,6 +7,7 @@ every two months; ``tests/test_torch_private.py`` fails by the name that moved.
 from __future__ import annotations
 
 import re
+import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -60,9 +61,11 @@ __all__ = [
     "gradient_positions",
     "graph_input_name",
     "graph_pass",
+    "has_compiled_code",
     "in_backward",
     "in_backward_optimizer_handles",
     "in_nested_backward",
+    "inductor_backend",
     "inductor_cache_directory",
     "inductor_can_cache",
     "inductor_config_of",
@@ -74,11 +77,13 @@ __all__ = [
     "memory_owners",
     "node_flops",
     "only_hooks_are_ours",
+    "own_code",
     "plain_inputs",
     "preserve_version_counter",
     "queue_backward_callback",
     "rank_not_in_group",
     "recompile_reason",
+    "register_backend",
     "run_on_fakes",
     "saved_tensor_hooks_wait",
     "sets_grad_mode",
@@ -201,6 +206,17 @@ def engine_will_run(node: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
         return False
+
+
+def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function with a code object of its own, which is what compilers keep their graphs by."""
+    return types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
 
 
 def memory_owners(tensor: torch.Tensor) -> int:
@@ -409,6 +425,7 @@ def aot_backend_parts(backend: Any) -> dict[str, Any] | None:
 
 
 def aot_backend(parts: dict[str, Any]) -> Callable[..., Any]:
+    """A backend made of AOTAutograd with these parts; the maker lives in a private module."""
     from torch._dynamo.backends.common import aot_autograd
 
     return aot_autograd(**parts)
@@ -645,8 +662,8 @@ def recompile_reason() -> str:
     """While dynamo calls a backend: the guard that failed, if this frame was compiled before; else nothing."""
     from torch._dynamo.utils import get_metrics_context
 
-    metrics = getattr(get_metrics_context(), "_metrics", {})
-    return str(metrics.get("recompile_reason") or "")
+    context = get_metrics_context()
+    return str(context._metrics.get("recompile_reason") or "") if context.in_progress() else ""
 
 
 def graph_input_name(node: Any) -> str:

@@ -40,6 +40,7 @@ from multirank.models import (
     squared_error,
     token_batch,
 )
+from multirank.test_compiled_features import Pair
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
 
@@ -461,40 +462,14 @@ def test_buffers_are_those_of_the_uncompiled_wrapper(name: str) -> None:
 # ---------------------------------------------------------------- models that change while they train
 
 
-class Pair:
-    """A compiled wrapped module and its plain twin on the whole batch, compared after every backward."""
-
-    def __init__(self, build: Callable[[], nn.Module], backend: str = "aot_eager", **options: Any) -> None:
-        import lockstep
-
-        self.case = Case(build.__name__, build, regression_batch, squared_error)
-        self.module, self.plain = self.case.module(torch.float64), self.case.module(torch.float64)
-        self.ddp = lockstep.DDP(self.module, **{"bucket_cap_mb": 0.0003, **options})
-        self.model = torch.compile(self.ddp, backend=backend, fullgraph=True)
-
-    def step(self, step: int) -> None:
-        rank, world, batch = dist.get_rank(), dist.get_world_size(), self.case.batch(step, torch.float64)
-        for module in (self.module, self.plain):
-            module.zero_grad(set_to_none=step % 3 != 2)
-        self.case.loss(self.model, shard(batch, rank, world)).backward()
-        self.case.loss(self.plain, batch).backward()
-        assert_close(gradients_of(self.module), gradients_of(self.plain), f"step {step}")
-        for module in (self.module, self.plain):
-            torch.optim.SGD(module.parameters(), lr=0.05).step()
-
-    def delivered(self) -> dict[str, int]:
-        """For each parameter, how many windows in a row its bucket came out of a graph alone."""
-        return {slot.name: b.num_clean_windows for b in self.ddp.reducer.buckets for slot in b.slots}
-
-
 def freeze_and_unfreeze() -> list[dict[str, int]]:
-    pair = Pair(PartlyFrozen)
+    pair = Pair(PartlyFrozen, bucket_cap_mb=0.0003)
     delivered = []
     for phase, trains_body in enumerate([False, True, False, True]):
         for module in (pair.module, pair.plain):
             module.body.requires_grad_(trains_body)
         for step in range(3):
-            pair.step(3 * phase + step)
+            pair.steps(1, first=3 * phase + step)
         delivered.append(pair.delivered())
     return delivered
 
@@ -509,7 +484,7 @@ def test_freezing_and_unfreezing_between_steps() -> None:
 
 
 def train_around_empty_graphs() -> list[dict[str, int]]:
-    pair = Pair(Echo)
+    pair = Pair(Echo, bucket_cap_mb=0.0003)
     delivered = []
     for phase, echo in enumerate(["input", "constant", "input"]):
         x = torch.ones(2, 8, dtype=torch.float64, requires_grad=True)
@@ -520,7 +495,7 @@ def train_around_empty_graphs() -> list[dict[str, int]]:
         else:
             assert torch.equal(output, torch.ones(3))
         for step in range(2):
-            pair.step(2 * phase + step)
+            pair.steps(1, first=2 * phase + step)
         delivered.append(pair.delivered())
     return delivered
 

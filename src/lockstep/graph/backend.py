@@ -86,7 +86,7 @@ class OverlapCompiler:
         if self._turns is None:
             return None
         names = {index: slot.name for index, slot in slots.items()}
-        number = sum(earlier.region == record.region for earlier in self._backward.graphs[:-1])
+        number = self._turns.next_number(record.region)
         facts = self._facts(gm, inputs, record.region, f"{record.strategy} {record.key()}", number, names)
         self._turns.announce(facts)
         return GraphTurn(self._turns, facts)

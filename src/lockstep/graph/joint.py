@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,8 +66,14 @@ class GraphRecord:
     num_backward_nodes: int = 0
 
     def key(self) -> str:
-        """Names the outcome for compile caches: another plan must not find this one's graph."""
-        return hashlib.blake2b(repr(self.groups).encode(), digest_size=16).hexdigest()
+        """Names the outcome for compile caches: another plan, or another version of us, must not find this graph."""
+        return hashlib.blake2b(_own_code() + repr(self.groups).encode(), digest_size=16).hexdigest()
+
+
+@cache
+def _own_code() -> bytes:
+    """What the passes and the operators are made of; caches outlive an upgrade."""
+    return Path(__file__).read_bytes() + Path(ops.__file__).read_bytes()
 
 
 def put_launches(graph: fx.Graph, record: GraphRecord) -> None:

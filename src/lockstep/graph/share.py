@@ -25,6 +25,7 @@ import json
 import logging
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic, sleep
@@ -59,8 +60,14 @@ class CompileTurns:
         self._is_leader = local_rank == "0"
         self._has_leader = local_rank is not None
         self._warned: set[str] = set()
+        self._num_compilations: Counter[str] = Counter()
 
     # ---------------------------------------------------------------- comparing
+
+    def next_number(self, region: str) -> int:
+        """How many times this rank has compiled the region before the time that begins now."""
+        self._num_compilations[region] += 1
+        return self._num_compilations[region] - 1
 
     def announce(self, facts: GraphFacts) -> None:
         """Tell the other ranks what is about to be compiled here, and warn where one of this host differs."""
