@@ -51,6 +51,14 @@ _LAUNCH_SECONDS = {"cpu": 2e-4, "cuda": 5e-5}
 _ENOUGH_OF_THE_MODEL = 0.8
 
 
+# By group and by the plan before the choice: what was chosen in this process.
+_chosen_plans: dict[tuple[str, str], Plan] = {}
+
+
+def _agreement_timeout() -> float:
+    return float(os.environ.get("LOCKSTEP_AGREEMENT_TIMEOUT", "600"))
+
+
 class Compilation:
     """Mixed into the wrapper."""
 
@@ -72,6 +80,7 @@ class Compilation:
         # object, so a shared one would hand this wrapper another one's graphs, and run out of room for them.
         self._region = torch_private.own_code(type(self)._run_ddp_forward)  # type: ignore[attr-defined]
         self._graph_key = "plan 0"
+        self._first_digest = self.reducer.plan.digest
         self._link: LinkModel | None = None
         self._asked_about_compiling = False
         self._num_graph_plans = 0
@@ -94,11 +103,19 @@ class Compilation:
             return
         if self._board is None:
             return
+        known = _chosen_plans.get(self._plan_key)
         mine = compiler_is_watching or any(map(torch_private.is_compiled, self.module.modules()))
-        timeout = float(os.environ.get("LOCKSTEP_AGREEMENT_TIMEOUT", "600"))
-        told = self._board.gather("intention to compile", "yes" if mine else "no", timeout)
+        answer = "no" if not mine else "yes" if known is None else f"yes, plan {known.digest}"
+        told = self._board.gather("intention to compile", answer, _agreement_timeout())
         if set(told.values()) == {"yes"}:
             self._link = measure_link(self.process_group, self.device, self._watch)
+        elif known is not None and len(set(told.values())) == 1:
+            self._adopt_plan(known)
+
+    @property
+    def _plan_key(self) -> tuple[str, str]:
+        """A second wrapper of the same kind takes the plan of the first: it may be given the same graphs, too."""
+        return (self.process_group.group_name, self._first_digest)
 
     # ---------------------------------------------------------------- what came of it
 
@@ -155,9 +172,11 @@ class Compilation:
             return
         self._num_graph_plans += 1
         if self._board is not None:
-            timeout = float(os.environ.get("LOCKSTEP_AGREEMENT_TIMEOUT", "600"))
-            told = self._board.gather(f"plan for compiled graph {self._num_graph_plans}", plan.to_json(), timeout)
+            key = f"plan for compiled graph {self._num_graph_plans}"
+            told = self._board.gather(key, plan.to_json(), _agreement_timeout())
             plan = setup.choose_plan(list(plan.parameters), self._caps, told[0])
+        if split_groups is None:
+            _chosen_plans[self._plan_key] = plan
         if plan.digest != self.reducer.plan.digest:
             self._adopt_plan(plan)
         logger.info("The plan for the compiled model:\n%s", plan)

@@ -12,7 +12,6 @@ import copy
 import os
 import pickle
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +104,6 @@ def backend() -> str:
     return os.environ.get("LOCKSTEP_TEST_COMPILER", "aot_eager")
 
 
-def num_graphs() -> int:
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-# ---------------------------------------------------------------- the ways to compile
-
-
 WHOLE = ["wrap_then_compile", "compile_then_wrap", "compile_in_place", "compile_a_caller"]
 BY_BLOCK = ["blocks_then_wrap", "wrap_then_blocks", "replaced_blocks"]
 
@@ -160,13 +152,11 @@ def check_every_way_to_compile() -> None:
         assert {record.strategy for record in pair.ddp.backward.graphs} == {"graph"}, name
 
 
-# ---------------------------------------------------------------- accumulation
-
-
 def check_accumulate_views() -> None:
     for view in (None, True, False):
         pair = Pair(gradient_as_bucket_view=view).steps(1)
-        before = num_graphs()
+        compiled = torch._dynamo.utils.counters["stats"]
+        before = compiled["unique_graphs"]
         for window, num_micro_steps in zip(pair.each(4), [1, 4, 8, 4], strict=True):
             objects: set[int] = set()
             for micro_step in range(num_micro_steps):
@@ -174,7 +164,7 @@ def check_accumulate_views() -> None:
                     pair.backward(10 * window + micro_step, 1 / num_micro_steps)
                 objects |= {id(p.grad) for p in pair.module.parameters()}
             assert len(objects) == 6, "the tensor in .grad was replaced"
-        assert num_graphs() == before, "no_sync compiled something anew"
+        assert compiled["unique_graphs"] == before, "no_sync compiled something anew"
         pair.require_delivered(5)
         own_memory = [p.grad.untyped_storage().nbytes() == p.grad.nbytes for p in pair.module.layers[4].parameters()]
         assert own_memory == [view is False] * 2
@@ -193,7 +183,6 @@ def check_leave_gradients() -> None:
         torch.optim.SGD(pair.module.parameters(), lr=0.0).step()
 
 
-# ---------------------------------------------------------------- communication hooks
 # Torch refuses annotations that are strings, which they all are in this file; so these hooks have none.
 
 
@@ -240,9 +229,6 @@ def check_comm_hooks() -> None:
             assert set(state) == {"CompiledFunctionBackward"}, "the hook ran outside of the compiled backward"
 
 
-# ---------------------------------------------------------------- options of the wrapper
-
-
 class OnOneRank(Branches):
     """Rank 1 passes the side branch, rank 0 does not."""
 
@@ -277,11 +263,27 @@ class Ignoring(MLP):
         torch_ddp.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ["layers.2.weight"])
 
 
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(9, 8, sparse=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + self.rows((x[:, 0] > 0).long() * 4 + dist.get_rank()))
+
+
 def check_options() -> None:
-    Pair(static_graph=True).steps(4).require_delivered(3)  # the first window only watches
+    pair = Pair(static_graph=True).steps(4)
+    pair.require_delivered(3)  # the first window only watches
+    data = pair.ddp._get_ddp_logging_data()
+    assert (data["iteration"], data["world_size"], data["num_parameter_tensors"]) == (3, 2, 6)
+    for key in ("avg_backward_compute_time", "avg_backward_comm_time", "avg_forward_compute_time"):
+        assert 0 < data[key] < 60e9, (key, data[key])
     pair = Pair(Ignoring, eager_twin=True).steps(4)
     assert "layers.2.weight" not in pair.delivered()
     pair.require_delivered(4)
+    Pair(Sparse, eager_twin=True, bucket_cap_mb=ONE_EACH).steps(4)
     # Reduces in another dtype than the graph has, so the hooks do it.
     config = torch_ddp._MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     Pair(eager_twin=True, dtype=torch.float32, mixed_precision=config).steps(4, tolerance=3e-2)
@@ -303,27 +305,6 @@ def check_optimizer_in_backward() -> None:
     pair.require_delivered(4)
 
 
-class Sparse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.Embedding(9, 8, sparse=True)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(x + self.rows((x[:, 0] > 0).long() * 4 + dist.get_rank()))
-
-
-def check_sparse_embedding() -> None:
-    Pair(Sparse, eager_twin=True, bucket_cap_mb=ONE_EACH).steps(4)
-
-
-def check_logging_data() -> None:
-    data = Pair().steps(4).ddp._get_ddp_logging_data()
-    assert (data["iteration"], data["world_size"], data["num_parameter_tensors"]) == (3, 2, 6)
-    for key in ("avg_backward_compute_time", "avg_backward_comm_time", "avg_forward_compute_time"):
-        assert 0 < data[key] < 60e9, (key, data[key])
-
-
 def check_uneven_inputs() -> None:
     pair = Pair(eager_twin=True)
     for ddp, model in ((pair.ddp, pair.model), (pair.twin, pair.twin)):
@@ -336,9 +317,6 @@ def check_uneven_inputs() -> None:
     if dist.get_rank() == 1:
         pair.compare("the last step")
         pair.require_delivered(5)
-
-
-# ---------------------------------------------------------------- what users do with gradients
 
 
 def check_local_gradients_by_autograd_grad() -> None:
@@ -409,9 +387,6 @@ def check_penalty_by_itself() -> None:
             for module in (pair.module, pair.plain):
                 (0.2 * module.layers[4].weight.pow(2).sum()).backward()
         pair.backward(step)
-
-
-# ---------------------------------------------------------------- several forwards, backwards and models
 
 
 def check_two_forwards_and_two_backwards() -> None:
@@ -497,16 +472,12 @@ def check_copies() -> None:
         pair.steps(3).require_delivered(3)
 
 
-def count_calls(calls: list[int], graph: torch.fx.Graph) -> None:
-    calls.append(len(graph.nodes))
-
-
 def inductor_options() -> None:
-    calls: list[int] = []
+    calls: list[Any] = []
     for how in (
         {"mode": "reduce-overhead"},
         {"mode": "max-autotune"},
-        {"options": {"joint_custom_post_pass": partial(count_calls, calls), "max_autotune": True}},
+        {"options": {"joint_custom_post_pass": calls.append, "max_autotune": True}},
     ):
         torch._dynamo.reset()
         Pair(compile_options=how).steps(3).require_delivered(3)
@@ -527,13 +498,15 @@ def with_inductor(functions: list[Callable[[], None]]) -> None:
         function()
 
 
-REDUCTION = [check_accumulate_views, check_leave_gradients, check_comm_hooks, check_options, check_uneven_inputs]
-PASSES = [check_two_forwards_and_two_backwards, check_two_models_in_turn, check_failing_backward]
-OPTIONS = [inductor_options, check_optimizer_in_backward]
+WITH_INDUCTOR = {
+    "reduction": [check_accumulate_views, check_leave_gradients, check_comm_hooks, check_options, check_uneven_inputs],
+    "passes": [check_two_forwards_and_two_backwards, check_two_models_in_turn, check_failing_backward],
+    "settings": [inductor_options, check_optimizer_in_backward],
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("functions", [REDUCTION, PASSES, OPTIONS], ids=["reduction", "passes", "options"])
-def test_compiled_by_inductor(functions: list[Callable[[], None]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", WITH_INDUCTOR)
+def test_compiled_by_inductor(name: str, tmp_path: Path) -> None:
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "LOCKSTEP_TEST_COMPILER": "inductor"}
-    run_ranks(2, with_inductor, functions, env=env, preload=PRELOAD, limit_s=150)
+    run_ranks(2, with_inductor, WITH_INDUCTOR[name], env=env, preload=PRELOAD, limit_s=150)

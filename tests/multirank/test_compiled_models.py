@@ -459,18 +459,13 @@ def test_buffers_are_those_of_the_uncompiled_wrapper(name: str) -> None:
             assert_close(compiled[rank][name]["states"][step], state, f"{name}: state of rank {rank} in step {step}")
 
 
-# ---------------------------------------------------------------- models that change while they train
-
-
 def freeze_and_unfreeze() -> list[dict[str, int]]:
     pair = Pair(PartlyFrozen, bucket_cap_mb=0.0003)
     delivered = []
     for phase, trains_body in enumerate([False, True, False, True]):
         for module in (pair.module, pair.plain):
             module.body.requires_grad_(trains_body)
-        for step in range(3):
-            pair.steps(1, first=3 * phase + step)
-        delivered.append(pair.delivered())
+        delivered.append(pair.steps(3, first=3 * phase).delivered())
     return delivered
 
 
@@ -494,9 +489,7 @@ def train_around_empty_graphs() -> list[dict[str, int]]:
             assert torch.equal(x.grad, torch.ones_like(x))
         else:
             assert torch.equal(output, torch.ones(3))
-        for step in range(2):
-            pair.steps(1, first=2 * phase + step)
-        delivered.append(pair.delivered())
+        delivered.append(pair.steps(2, first=2 * phase).delivered())
     return delivered
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -94,6 +94,7 @@ def explain_graphs(
 ) -> Explanation:
     buckets = reducer.buckets
     graphs = tuple(_facts_of(record, buckets) for record in records)
+    graphs += tuple(_shared_graphs(graphs, buckets))
     launched = {name for graph in graphs for launch in graph.launches if launch.delivers for name in launch.names}
     reasons: dict[str, str] = {}
     for record in records:
@@ -131,6 +132,18 @@ def _facts_of(record: GraphRecord, buckets: Sequence[LiveBucket]) -> GraphFacts:
             )
         )
     return GraphFacts(record.region, record.strategy, record.num_backward_nodes, tuple(launches))
+
+
+def _shared_graphs(graphs: Sequence[GraphFacts], buckets: Sequence[LiveBucket]) -> Iterator[GraphFacts]:
+    """Buckets that come from graphs which were compiled for another module of the same kind."""
+    known = {launch.names for graph in graphs for launch in graph.launches}
+    launches = tuple(
+        LaunchFacts(bucket.index, bucket.spec.num_bytes, bucket.spec.names, None, True, "")
+        for bucket in buckets
+        if bucket.num_clean_windows and bucket.spec.names not in known
+    )
+    if launches:
+        yield GraphFacts("compiled for another module of the same kind", "graph", 0, launches)
 
 
 def _why(records: Sequence[GraphRecord]) -> str:
