@@ -181,11 +181,92 @@ def hooks_per_parameter(wrappers: list[str], quick: bool) -> dict[str, Any]:
     return {name: spread.json() for name, spread in over.items()}
 
 
+COMPILED = {"wrapper": "alone", "mode": None, "link": False}
+
+
+def compiled_gradients(wrappers: list[str], quick: bool) -> dict[str, Any]:
+    """Every parameter against the uncompiled module; what compiling alone costs in precision is the yardstick."""
+    results: dict[str, Any] = {}
+    rows = []
+    for world, (num_ranks, backend) in WORLDS.items():
+        for mode in (None, "reduce-overhead"):
+            for autocast in (False, True):
+                name = f"{world}, {mode or 'default'}, {'bf16 autocast' if autocast else 'fp32'}"
+                try:
+                    found = run_ranks(
+                        "gpu_compiled:gradients",
+                        {"mode": mode, "autocast": autocast},
+                        num_ranks=num_ranks,
+                        backend=backend,
+                        time_limit=120,
+                    )[0]
+                except RanksFailed as error:
+                    found = {"ok": False, "raised": str(error)[-800:]}
+                results[name] = found
+                worst = found.get("worst") or [found.get("raised", "")[-200:], 0.0, 0.0]
+                state = "ok" if found["ok"] else "WRONG"
+                rows.append([name, state, str(worst[0]), f"{worst[1]:.1e}", f"{worst[2]:.1e}"])
+    columns = ["case", "", "parameter that is off most", "compiled alone", "compiled in lockstep"]
+    print_table("compiled gradients, GPT with layer norms: largest relative error", columns, rows)
+    return results
+
+
+def _compiled_times(subjects: dict[str, dict[str, Any]], baseline: str, title: str, quick: bool) -> dict[str, Any]:
+    options = {"subjects": subjects, "num_rounds": 5 if quick else 16, "num_steps": 5}
+    answer = run_ranks("gpu_compiled:step_times", options, num_ranks=1, backend="nccl", time_limit=280)[0]
+    times = answer["times"]
+    ratios = summarise(times, baseline)
+    rows = [
+        [name, Spread.of([1000 * t for t in values]).text(2), spread_of(ratios[name]["ratio"]).text()]
+        for name, values in times.items()
+    ]
+    print_table(title, ["subject", "ms per step", f"over {baseline}"], rows)
+    for name, note in answer["notes"].items():
+        print(f"{name}:\n{note}")
+    return {"ratios": ratios, **answer}
+
+
+def compiled_step(wrappers: list[str], quick: bool) -> dict[str, Any]:
+    subjects = {"compiled alone": COMPILED}
+    for wrapper in wrappers:
+        subjects[wrapper] = {**COMPILED, "wrapper": wrapper}
+        subjects[f"{wrapper}, link of 60 GB/s"] = {**COMPILED, "wrapper": wrapper, "link": True}
+    title = "compiled step, GPT-2 size, bf16 autocast, batch 8 x 1024, world 1 (the emulated link takes 8.3 ms)"
+    return _compiled_times(subjects, "compiled alone", title, quick)
+
+
+def compiled_reduce_overhead(wrappers: list[str], quick: bool) -> dict[str, Any]:
+    base = {**COMPILED, "mode": "reduce-overhead"}
+    subjects = {"compiled alone": base, **{wrapper: {**base, "wrapper": wrapper} for wrapper in wrappers}}
+    return _compiled_times(subjects, "compiled alone", 'the same with mode="reduce-overhead"', quick)
+
+
+def compiled_memory(wrappers: list[str], quick: bool) -> dict[str, Any]:
+    names = ["alone", *wrappers]
+    peaks = {
+        name: run_ranks(
+            "gpu_compiled:peak_memory",
+            {"subject": {**COMPILED, "wrapper": name}},
+            num_ranks=1,
+            backend="nccl",
+            time_limit=100,
+        )[0]
+        for name in names
+    }
+    rows = [[name, f"{peak / 2**30:.3f}", f"{peak / peaks['alone']:.4f}"] for name, peak in peaks.items()]
+    print_table("peak memory of compiled steps, GPT-2 size", ["subject", "GiB", "over compiled alone"], rows)
+    return peaks
+
+
 PARTS: dict[str, Callable[[list[str], bool], dict[str, Any]]] = {
     "correctness": correctness,
     "step_time": step_time,
     "peak_memory": peak_memory,
     "hooks_per_parameter": hooks_per_parameter,
+    "compiled_gradients": compiled_gradients,
+    "compiled_step": compiled_step,
+    "compiled_memory": compiled_memory,
+    "compiled_reduce_overhead": compiled_reduce_overhead,
 }
 
 
