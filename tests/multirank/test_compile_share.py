@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.multirank, lockstep_only]
 
 ROWS = 4
 PRELOAD = ("torch._inductor.compile_fx",)
+LIMIT_S = 180.0  # several cold starts of a compiler, on a machine that may be busy
 NEVER = {"LOCKSTEP_COMPILE_START_SECONDS": "1000"}
 
 
@@ -88,7 +89,7 @@ def share_then_recompile_alone() -> dict[str, Any]:
 
 def test_followers_load_what_the_leader_compiled_and_recompile_alone(tmp_path: Path) -> None:
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), **NEVER}
-    leader, follower = run_ranks(2, share_then_recompile_alone, env=env, preload=PRELOAD)
+    leader, follower = run_ranks(2, share_then_recompile_alone, env=env, preload=PRELOAD, limit_s=LIMIT_S)
     assert (leader["first"], follower["first"]) == ((0, 2), (2, 0))
     assert (leader["later"], follower["later"]) == ((0, 2), (2, 2))
     assert leader["warnings"] == follower["warnings"] == []
@@ -103,7 +104,7 @@ def train_on_other_shapes() -> dict[str, Any]:
 
 def test_a_rank_with_another_shape_compiles_its_own_and_is_named(tmp_path: Path) -> None:
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), **NEVER}
-    both = run_ranks(2, train_on_other_shapes, env=env, preload=PRELOAD)
+    both = run_ranks(2, train_on_other_shapes, env=env, preload=PRELOAD, limit_s=LIMIT_S)
     assert [rank["counts"] for rank in both] == [(0, 2), (0, 2)]
     (warning,) = [warning for rank in both for warning in rank["warnings"]]
     assert "  rank 0 | [4, 6] float32\n  rank 1 | [5, 6] float32" in warning
@@ -116,7 +117,10 @@ def train_with_own_caches(directory: str) -> tuple[int, int]:
 
 
 def test_ranks_with_other_cache_directories_do_not_wait(tmp_path: Path) -> None:
-    assert run_ranks(2, train_with_own_caches, str(tmp_path), env=NEVER, preload=PRELOAD) == [(0, 2), (0, 2)]
+    assert run_ranks(2, train_with_own_caches, str(tmp_path), env=NEVER, preload=PRELOAD, limit_s=LIMIT_S) == [
+        (0, 2),
+        (0, 2),
+    ]
 
 
 def train_after_a_failure() -> dict[str, Any]:
@@ -142,7 +146,7 @@ def train_after_a_failure() -> dict[str, Any]:
 
 def test_a_leader_that_cannot_compile_holds_nobody_up(tmp_path: Path) -> None:
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    leader, follower = run_ranks(2, train_after_a_failure, env=env, preload=PRELOAD)
+    leader, follower = run_ranks(2, train_after_a_failure, env=env, preload=PRELOAD, limit_s=LIMIT_S)
     assert "no compiler today" in leader["failure"]
     assert any("no compiler today" in warning for warning in follower["warnings"])
 
@@ -172,5 +176,5 @@ def train_with_collectives_of_the_compiler() -> tuple[int, int]:
 
 def test_collectives_of_the_compiler_keep_working(tmp_path: Path) -> None:
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    counts = run_ranks(2, train_with_collectives_of_the_compiler, env=env, preload=PRELOAD)
+    counts = run_ranks(2, train_with_collectives_of_the_compiler, env=env, preload=PRELOAD, limit_s=LIMIT_S)
     assert counts == [(0, 2), (2, 0)]

@@ -177,10 +177,10 @@ class Reducer(ReducerTorchNames):
                     torch.mul(gradient, self._factor, out=view)
                     slot.is_divided = bucket.has_divided = True
             else:
-                torch_private.foreach_copy(views, list(gradients))
+                _copy_by_kind(views, gradients)
         elif is_mixed:
             flat = like.new_empty(bucket.spec.num_elements)
-            torch_private.foreach_copy(bucket.views(flat), list(gradients))
+            _copy_by_kind(bucket.views(flat), gradients)
         else:
             flat = torch_private.flatten_dense(list(gradients))
             if len(gradients) == 1:  # a tensor that is alone comes back as a view
@@ -197,7 +197,7 @@ class Reducer(ReducerTorchNames):
         aside = [a.clone() if a is not None and a.untyped_storage().data_ptr() == home else a for a in accumulated]
         flat = buffer.view(-1)
         views = bucket.views(flat)
-        torch_private.foreach_copy(views, list(gradients))
+        _copy_by_kind(views, gradients)
         pairs = [(view, a) for view, a in zip(views, aside, strict=True) if a is not None]
         torch_private.foreach_add([view for view, _ in pairs], [a for _, a in pairs])
         return flat
@@ -553,3 +553,14 @@ class Reducer(ReducerTorchNames):
 
 def _all_are(gradients: Sequence[Tensor | None], dtype: torch.dtype) -> bool:
     return all(g is not None and g.dtype is dtype for g in gradients)
+
+
+def _copy_by_kind(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target, those of one dtype and memory order by one kernel, as it takes no others."""
+    kinds: dict[tuple[torch.dtype, bool], tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        kind = kinds.setdefault((source.dtype, source.stride() == target.stride()), ([], []))
+        kind[0].append(target)
+        kind[1].append(source)
+    for some_targets, some_sources in kinds.values():
+        torch_private.foreach_copy(some_targets, some_sources)
