@@ -174,6 +174,7 @@ class DistributedDataParallel(PlanKeeping, Compilation, TorchNames, nn.Module, J
                 "bucket_cap_mb": bucket_cap_mb,
                 "bucket_cap_mb_list": None if bucket_cap_mb_list is None else list(bucket_cap_mb_list),
                 "bucket_order": bucket_order,
+                "overlap": overlap,
                 "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
                 "mixed_precision": mixed_precision,
                 "delay_all_reduce_named_params": [name for name, _ in delayed],
@@ -359,6 +360,7 @@ class DistributedDataParallel(PlanKeeping, Compilation, TorchNames, nn.Module, J
             yield
         finally:
             self.require_backward_grad_sync = before
+            self.backward.deliveries.keep_local()
 
     def _pass_synchronises(self) -> bool:
         if self._join_config.enable:
@@ -556,10 +558,12 @@ class DistributedDataParallel(PlanKeeping, Compilation, TorchNames, nn.Module, J
 nn.parallel.DistributedDataParallel.register(DistributedDataParallel)  # type: ignore[attr-defined]
 
 
-def _overlap_compiler(*, backend_compile_fn: Callable[..., Any], **_: Any) -> OverlapCompiler | None:
+def _overlap_compiler(
+    bucket_bytes_cap: int, backend_compile_fn: Callable[..., Any], first_bucket_cap: int | None = None
+) -> OverlapCompiler | None:
     """For the wrapper that runs, if it is ours: see graph/backend.py."""
     ddp = DistributedDataParallel._active_ddp_module
-    return None if ddp is None else ddp._overlap_compiler(backend_compile_fn)
+    return ddp._overlap_compiler(backend_compile_fn) if isinstance(ddp, DistributedDataParallel) else None
 
 
 torch_private.stand_in_for_ddp_optimizer(_overlap_compiler)

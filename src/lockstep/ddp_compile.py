@@ -73,6 +73,7 @@ class Compilation:
     _watch: Watch
     _caps: BucketCaps
     _plan_was_given: bool
+    _join_config: Any
     timeline: Timeline
 
     def _init_compilation(self) -> None:
@@ -82,7 +83,7 @@ class Compilation:
         self._graph_key = "plan 0"
         self._first_digest = self.reducer.plan.digest
         self._link: LinkModel | None = None
-        self._asked_about_compiling = False
+        self._asked_about_compiling = self._all_compile = False
         self._num_graph_plans = 0
         self._split_groups: list[list[str]] = []
         self._explains_after_first_step = False
@@ -96,20 +97,25 @@ class Compilation:
     def _measure_before_compiling(self, compiler_is_watching: bool) -> None:
         """Once, in the first forward that will have a backward: see [Note: when the plan is chosen]."""
         self._asked_about_compiling = True
-        if not self._may_choose_sizes or self.overlap == "none":
-            return
         if self.process_group.size() == 1:
-            self._link = LinkModel.free()
+            self._all_compile = True
+            self._link = LinkModel.free() if self._may_choose_sizes else None
             return
         if self._board is None:
             return
         known = _chosen_plans.get(self._plan_key)
         mine = compiler_is_watching or any(map(torch_private.is_compiled, self.module.modules()))
-        answer = "no" if not mine else "yes" if known is None else f"yes, plan {known.digest}"
-        told = self._board.gather("intention to compile", answer, _agreement_timeout())
-        if set(told.values()) == {"yes"}:
+        if not mine or self.overlap == "none":
+            answer = "no"
+        elif not self._may_choose_sizes:
+            answer = "yes"
+        else:
+            answer = "yes, sizes open" if known is None else f"yes, plan {known.digest}"
+        told = set(self._board.gather("intention to compile", answer, _agreement_timeout()).values())
+        self._all_compile = "no" not in told
+        if told == {"yes, sizes open"}:
             self._link = measure_link(self.process_group, self.device, self._watch)
-        elif known is not None and len(set(told.values())) == 1:
+        elif known is not None and told == {f"yes, plan {known.digest}"}:
             self._adopt_plan(known)
 
     @property
@@ -131,8 +137,8 @@ class Compilation:
         return median(waits) if waits else None
 
     def _check_compilation(self) -> None:
-        """After the second reduction, and again when more was compiled: say what did not come as expected."""
-        if self._num_graphs_checked == len(self.backward.graphs) or self.backward.num_synced_passes < 2:
+        """After the third reduction, and again when more was compiled: say what did not come as expected."""
+        if self._num_graphs_checked == len(self.backward.graphs) or self.backward.num_synced_passes < 3:
             return
         self._num_graphs_checked = len(self.backward.graphs)
         explanation = self.explain_compilation()
@@ -167,6 +173,8 @@ class Compilation:
         """Before the first backward: the plan that suits this graph.  ``split_groups`` are the buckets it is cut by."""
         if self._plan_was_given or self.backward.num_synced_passes or self.backward.window.is_open:
             return
+        if not self._all_compile or self._join_config.enable:
+            return  # others would not come to agree on it
         plan = self._plan_of_parts(split_groups) if split_groups is not None else self._plan_by_pace(gm, slots)
         if plan is None:
             return

@@ -65,11 +65,11 @@ class TorchNames:
     def _inside_ddp_forward(self) -> Iterator[None]:
         owner: Any = _wrapper_class(type(self))
         before = owner._active_ddp_module
-        owner._active_ddp_module = self
+        owner._active_ddp_module = torch_private.TorchDDP._active_ddp_module = self
         try:
             yield
         finally:
-            owner._active_ddp_module = before
+            owner._active_ddp_module = torch_private.TorchDDP._active_ddp_module = before
 
     # ---------------------------------------------------------------- static graph
 

@@ -261,12 +261,25 @@ def model_changed(name: str, what: str, *, rank: int) -> LockstepError:
     )
 
 
-def late_gradient(place: ParameterPlace, *, rank: int) -> LockstepError:
-    """A parameter of a compiled graph got another gradient from outside while its bucket was under way."""
+def late_gradient(place: ParameterPlace, *, rank: int, because: str) -> LockstepError:
+    """A parameter of a compiled graph got another gradient from outside after its bucket had left."""
     return LockstepError(
-        f"Parameter {place.name} ({place.owner}) received a gradient from outside its compiled graph on rank {rank} "
-        "while its bucket was travelling; in the step before, all of its gradient came from the graph. The gradients "
-        "of this step are not valid.\n"
+        f"Parameter {place.name} ({place.owner}) received a gradient from outside its compiled graph on rank {rank}, "
+        f"{because}; in the steps before, all of its gradient came from the graph. The gradients of this step are not "
+        "valid.\n"
         "Likely cause: the parameter is used outside of the model (a penalty in the loss, say) from this step on.\n"
-        "Fix: use it so from the first step on, or wrap the model with overlap='none'."
+        "Fix: use it so from the first step on, or wrap the model with overlap='none'. To go on from here, call "
+        "reset_sync_window() and zero_grad() on all ranks and repeat the step."
+    )
+
+
+def lone_addition(names: Sequence[str], *, rank: int, others: Sequence[int]) -> LockstepError:
+    """Some ranks began to use parameters outside of their compiled graph, others did not."""
+    shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    return LockstepError(
+        f"On rank {rank}, parameters of a bucket that a compiled graph had reduced already received another gradient "
+        f"from outside the graph; on rank(s) {list(others)} they did not. The gradients of this step are not valid.\n"
+        f"The bucket holds {shown}.\n"
+        "Likely cause: some ranks began to use a parameter outside of the model (a penalty in the loss, say).\n"
+        "Fix: begin on all ranks in the same step, or wrap the model with overlap='none'."
     )

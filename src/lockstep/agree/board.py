@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from itertools import count
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 from lockstep import torch_private
 from lockstep.errors import PeerLate
 
 _SLICE_SECONDS = 1.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 _wrap_counters: dict[str, count[int]] = {}
 
 
@@ -71,21 +71,21 @@ class Board:
     def wait_for(self, keys: Iterable[str], deadline: float, on_slice: Callable[[], None] | None = None) -> list[str]:
         """Wait until all ``keys`` are posted or ``deadline`` (monotonic seconds); returns the missing ones.
 
-        Waits in slices of at most a second, so that Ctrl-C works; ``on_slice`` is called after each.
+        Asks again and again, since a store's own wait prints warnings whenever it times out, and cannot be interrupted;
+        ``on_slice`` is called about every second.
         """
         missing = list(keys)
+        pause, next_slice = _FIRST_PAUSE, monotonic() + _SLICE_SECONDS
         while True:
-            left = deadline - monotonic()
-            slice_seconds = max(0.001, min(_SLICE_SECONDS, left))
-            try:
-                self._store.wait([self._full(key) for key in missing], timedelta(seconds=slice_seconds))
-                return []
-            except RuntimeError:
-                missing = [key for key in missing if not self._store.check([self._full(key)])]
-                if not missing or monotonic() >= deadline:
-                    return missing
+            missing = [key for key in missing if not self._store.check([self._full(key)])]
+            if not missing or monotonic() >= deadline:
+                return missing
+            if monotonic() >= next_slice:
+                next_slice += _SLICE_SECONDS
                 if on_slice is not None:
                     on_slice()
+            sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _full(self, key: str) -> str:
         return f"{self._prefix}/{key}"

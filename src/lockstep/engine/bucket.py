@@ -80,9 +80,9 @@ class LiveBucket:
         "all_row_major",
         "came_clean",
         "collect_name",
+        "comes_from_graph",
         "flat",
         "flight",
-        "gets_more",
         "gradients",
         "has_dirty",
         "has_divided",
@@ -93,11 +93,13 @@ class LiveBucket:
         "launched_ns",
         "left_because",
         "num_adopted",
+        "num_clean_needed",
         "num_clean_windows",
         "num_pending",
         "parameter_ids",
         "parameters",
         "persistent",
+        "probe",
         "sizes",
         "skipped",
         "slots",
@@ -149,9 +151,11 @@ class LiveBucket:
         self.has_dirty = False
         self.is_recorded = False
         self.came_clean = False
+        self.comes_from_graph = False  # a graph launched it the last time
         self.left_because = ""  # why the last delivery was left to the hooks
         self.num_clean_windows = 0
-        self.gets_more = False  # its parameters get gradients from outside the graph as well
+        self.num_clean_needed = 1
+        self.probe = 0  # address of the memory that was handed out, while it is watched who else adds to it
 
     def clear(self) -> None:
         """Forget a launch."""

@@ -23,29 +23,44 @@ class DelayedReduction:
 
     def __init__(self, reducer: Reducer, trigger: nn.Parameter) -> None:
         self._reducer = reducer
-        self._handle = trigger.register_hook(self._on_trigger)
+        self._came: set[Tensor] = set()  # parameters that got their gradient since the last reduction
+        self._handles = [trigger.register_hook(self._on_trigger)]
+        for slot in reducer.slots:
+            if slot.parameter.requires_grad:
+                self._handles.append(slot.parameter.register_post_accumulate_grad_hook(self._came.add))
 
     def use_process_group(self, process_group: dist.ProcessGroup, watch: Watch) -> None:
         self._reducer.use_process_group(process_group)
         self._reducer.watch = watch
 
     def detach(self) -> None:
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
 
     def _on_trigger(self, gradient: Tensor) -> Tensor:
-        flying: list[LiveBucket] = []
+        """Launch the buckets whose gradients are all there; a compiled backward hands out all at once, so some may not
+        be: those leave when the backward is over."""
+        waiting = []
         for bucket in self._reducer.buckets:
-            gradients: Sequence[Tensor | None] = [slot.parameter.grad for slot in bucket.slots]
-            for slot in bucket.slots:
-                slot.dirty = True
-            self._reducer.launch(bucket, gradients)
-            self._reducer.adopt(bucket)
-            flying.append(bucket)
-        torch_private.queue_backward_callback(lambda: self._collect(flying))
+            if all(slot.parameter in self._came for slot in bucket.slots):
+                self._launch(bucket)
+            else:
+                waiting.append(bucket)
+        torch_private.queue_backward_callback(lambda: self._finish(waiting))
         return gradient
 
-    def _collect(self, buckets: list[LiveBucket]) -> None:
+    def _launch(self, bucket: LiveBucket) -> None:
+        gradients: Sequence[Tensor | None] = [slot.parameter.grad for slot in bucket.slots]
+        for slot in bucket.slots:
+            slot.dirty = True
+        self._reducer.launch(bucket, gradients)
+        self._reducer.adopt(bucket)
+
+    def _finish(self, waiting: list[LiveBucket]) -> None:
+        self._came.clear()
         with torch.no_grad():
-            for bucket in buckets:
+            for bucket in waiting:
+                self._launch(bucket)
+            for bucket in self._reducer.buckets:
                 self._reducer.collect(bucket)
                 self._reducer.write_back(bucket)

@@ -11,13 +11,18 @@ eagerly) still issues the same collectives as the others.
 [Note: passing through]  Where the reduction cannot start here, the gradients are only packed, and the hooks reduce
 them after the graph as in an eager backward: in a pass that does not synchronise, where these parameters are not
 exactly one bucket of the plan, for parameters with hooks of their own (which must see the local gradient), under
-``torch.autograd.grad``, and for parameters that are known to get gradients from elsewhere too.
+``torch.autograd.grad``, and for buckets that are on probation.
 
-[Note: a parameter used in the graph and outside of it]  Autograd adds up what comes from both before the hook sees it:
-the mean over the ranks of one part, and this rank's value of the other.  The mean is the same on all ranks, so
-sending the bucket once more gives the mean of both.  Ranks agree over the board that they do, which costs once: from
-then on such a bucket passes through.  The sum must not be taken while the buffer travels; that is why ``land`` comes
-at the end of the graph.
+[Note: probation]  A parameter may be used in the graph and outside of it (a penalty in the loss, a second graph).
+Autograd adds up what comes from both before the hook sees it, so a part that left early would be missing the rest.
+Nothing tells in advance; so a bucket passes through until it came from its graph alone, which shows in ``.grad``
+being the very memory that was handed out.  Ranks need not agree on that: who passes through only launches later.
+
+[Note: an addition that comes later]  What autograd then finds is the mean over the ranks of one part plus this rank's
+value of the other.  The mean is the same on all ranks, so sending the bucket once more gives the mean of both; the
+ranks agree over the board that they do, and the bucket is back on probation.  That needs the first part to have
+arrived when autograd adds, which ``land`` sees to at the end of the backward's last graph.  Where it had not, or a
+communication hook makes something else than a mean, the step is lost, and an error says so.
 """
 
 from __future__ import annotations
@@ -41,7 +46,9 @@ _slots: dict[int, tuple[weakref.ref[EagerBackward], Slot]] = {}
 _travelling: dict[int, tuple[weakref.ref[EagerBackward], LiveBucket]] = {}
 
 # How long ranks wait for each other to say that a bucket must be sent once more.
-_AGREEMENT_SECONDS = 60.0
+_AGREEMENT_SECONDS = 30.0
+# How many times more windows a bucket has to come clean after an addition, until it is launched by its graph again.
+_HARDER = 64
 
 
 def register(backward: EagerBackward) -> None:
@@ -73,7 +80,6 @@ def deliver(grads: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
         if list(map(id, parameters)) == bucket.parameter_ids:
             flat = backward.deliveries.take(bucket, grads)
             if flat is not None:
-                _travelling[flat.data_ptr()] = (weakref.ref(backward), bucket)
                 return flat
     return pack(grads, parameters)
 
@@ -123,7 +129,7 @@ class Deliveries:
     # ---------------------------------------------------------------- from the graph
 
     def take(self, bucket: LiveBucket, grads: Sequence[Tensor]) -> Tensor | None:
-        """Pack and launch ``bucket``; None to leave it to the hooks, see [Note: passing through]."""
+        """Pack ``bucket``, and launch it if it may; None to leave it to the hooks, see [Note: passing through]."""
         backward = self._backward
         with backward.lock:
             if not _will_accumulate(bucket.slots[0]):
@@ -133,10 +139,13 @@ class Deliveries:
                 return None
             accumulated = _accumulated(bucket)
             bucket.left_because = self._why_not_here(bucket, grads, accumulated)
+            bucket.comes_from_graph = False
             if bucket.left_because:
                 self.count_by_hooks(bucket)
                 return None
             try:
+                if bucket.num_clean_windows < bucket.num_clean_needed:
+                    return self._watch_for_additions(bucket, grads, accumulated)
                 return self._take(bucket, grads, accumulated)
             except Exception as error:
                 backward.tell_peers(error)
@@ -154,8 +163,6 @@ class Deliveries:
             return "overlap is 'none'"
         if reducer.shares_parameters:
             return "another wrapper reduces it too"
-        if bucket.gets_more:
-            return "it is used outside of the graph as well"
         if reducer.reduce_dtype is not None:
             return "native mixed precision reduces in another dtype"
         if backward.static_graph and not (
@@ -174,47 +181,73 @@ class Deliveries:
             return "hooks of your own look at its gradient"
         return ""
 
+    def _watch_for_additions(
+        self, bucket: LiveBucket, grads: Sequence[Tensor], accumulated: list[Tensor | None] | None
+    ) -> Tensor:
+        """See [Note: probation]."""
+        bucket.left_because = "it is not yet known to come from the graph alone"
+        flat = self._pack(bucket, grads, accumulated, leaves_now=False)
+        bucket.flat = None
+        bucket.probe = flat.data_ptr()
+        bucket.came_clean = True
+        self.count_by_hooks(bucket)
+        return flat
+
     def _take(self, bucket: LiveBucket, grads: Sequence[Tensor], accumulated: list[Tensor | None] | None) -> Tensor:
         backward = self._backward
         window = backward.window
         window.note_bucket_ready(bucket)
-        flat = backward.reducer.pack_delivered(bucket, grads, accumulated, leaves_now=window.is_next(bucket))
-        if accumulated is not None:
-            # Folded in; autograd must not add it a second time. The tensor itself comes back in ``settle``.
-            for slot, gradient in zip(bucket.slots, accumulated, strict=True):
-                slot.kept_grad = gradient
-                slot.parameter.grad = None
+        flat = self._pack(bucket, grads, accumulated, leaves_now=window.is_next(bucket))
         if accumulated is not None or backward.needs_every_hook:
             bucket.has_dirty = True
             for slot in bucket.slots:
                 slot.dirty = True
-        bucket.is_delivered = True
+        bucket.is_delivered = bucket.comes_from_graph = True
         self._delivered.append(bucket)
         window.launch_complete()
+        _travelling[flat.data_ptr()] = (self._backward_ref, bucket)
+        # Another tensor than the reducer's own: autograd keeps what nobody else holds, and copies the rest.
+        return flat.view(-1)
+
+    def _pack(
+        self,
+        bucket: LiveBucket,
+        grads: Sequence[Tensor],
+        accumulated: list[Tensor | None] | None,
+        *,
+        leaves_now: bool,
+    ) -> Tensor:
+        flat = self._backward.reducer.pack_delivered(bucket, grads, accumulated, leaves_now=leaves_now)
+        if accumulated is not None:
+            # Folded in; autograd must not add it a second time. The tensor itself comes back in ``put_back``.
+            for slot, gradient in zip(bucket.slots, accumulated, strict=True):
+                slot.kept_grad = gradient
+                slot.parameter.grad = None
         return flat
 
     def end_of_graph(self, bucket: LiveBucket) -> None:
-        """The graph is about to hand its gradients to autograd, which may add others to them.
+        """The graph is about to hand its gradients to autograd: the last chance to wait before something is added.
 
-        While other buckets are still to come, a bucket whose gradients came from this graph alone in the window
-        before may go on travelling.
+        While other buckets are still to come, this one goes on travelling.
         """
         backward = self._backward
-        if not bucket.is_delivered:
+        if bucket.flight is None or not backward.window.all_launched:
             return
-        with backward.lock, backward.telling_peers():
-            if not bucket.was_sent:
-                if bucket.num_clean_windows == 0:
-                    self._leave_to_hooks(bucket)
-            elif bucket.flight is not None and (bucket.num_clean_windows == 0 or backward.window.all_launched):
+        with backward.lock:
+            try:
                 backward.reducer.collect(bucket)
+            except Exception as error:
+                backward.tell_peers(error)
+                raise
 
-    def _leave_to_hooks(self, bucket: LiveBucket) -> None:
-        """Its turn has not come: what is added to these gradients in the meantime must travel with them."""
-        self._delivered.remove(bucket)
-        for slot in bucket.slots:
-            self._backward.window.take_back(slot)
-        bucket.clear()
+    def check_probe(self, slot: Slot) -> None:
+        """From the hook of a parameter whose bucket is on probation: whether its gradient is what was handed out."""
+        bucket, gradient = slot.bucket, slot.parameter.grad
+        if gradient is None or slot.num_elements == 0:
+            return
+        if gradient.data_ptr() != bucket.probe + slot.offset * gradient.element_size():
+            bucket.came_clean = False
+            bucket.left_because = "it is used outside of the graph as well"
 
     # ---------------------------------------------------------------- [Note: recorded hooks]
     #
@@ -287,10 +320,17 @@ class Deliveries:
                     slot.dirty = bucket.has_dirty = True
 
     def _note_addition(self, bucket: LiveBucket, slot: Slot) -> None:
-        """See [Note: a parameter used in the graph and outside of it]."""
-        if not bucket.was_sent or bucket.flight is not None:
-            raise errors.late_gradient(slot.place, rank=self._backward.reducer.rank)
+        """See [Note: an addition that comes later]."""
         bucket.came_clean = False
+        bucket.num_clean_windows = 0
+        bucket.num_clean_needed *= _HARDER
+        bucket.left_because = "it is used outside of the graph as well"
+        reducer = self._backward.reducer
+        if not bucket.was_sent or bucket.flight is not None:
+            raise errors.late_gradient(slot.place, rank=reducer.rank, because="while its bucket was travelling")
+        if reducer.comm_hook is not None:
+            because = f"and the communication hook {reducer.comm_hook_name} had reduced its bucket already"
+            raise errors.late_gradient(slot.place, rank=reducer.rank, because=because)
         if bucket not in self._to_send_again:
             self._to_send_again.append(bucket)
 
@@ -311,14 +351,18 @@ class Deliveries:
             return []
         backward = self._backward
         board = backward.reducer.watch.board
-        indices = {bucket.index for bucket in mine}
-        if board is not None:
-            key = f"gradients from outside a graph, window {backward.num_synced_passes}"
-            told = board.gather(key, ",".join(str(i) for i in sorted(indices)), _AGREEMENT_SECONDS)
-            indices = {int(i) for text in told.values() for i in text.split(",")}
+        if board is None:
+            return mine
+        key = f"gradients from outside a graph, window {backward.num_synced_passes}"
+        names = [slot.name for bucket in mine for slot in bucket.slots]
+        try:
+            told = board.gather(key, ",".join(str(bucket.index) for bucket in mine), _AGREEMENT_SECONDS)
+        except errors.PeerLate as late:
+            raise errors.lone_addition(names, rank=backward.reducer.rank, others=late.ranks) from late
+        indices = {int(i) for text in told.values() for i in text.split(",")}
         buckets = [backward.reducer.buckets[i] for i in sorted(indices)]
         for bucket in buckets:
-            bucket.gets_more = True
+            bucket.came_clean = False
         return buckets
 
     def end_window(self) -> None:
@@ -326,10 +370,19 @@ class Deliveries:
         for bucket in self._backward.reducer.buckets:
             if bucket.came_clean:
                 bucket.num_clean_windows += 1
-                self.record_by_hooks(bucket)
+                if bucket.num_clean_windows > bucket.num_clean_needed:  # launched by a graph, and clean
+                    self.record_by_hooks(bucket)
             else:
                 bucket.num_clean_windows = 0
                 self.count_by_hooks(bucket)
+
+    def keep_local(self) -> None:
+        """Passes that did not synchronise are over: what only the recording hooks saw of them stays local."""
+        backward = self._backward
+        for found in map(slot_of, self.recorded):
+            if found is not None:
+                found[1].dirty = backward.holds_local_gradients = True
+        self.recorded.clear()
 
     def require_seen(self) -> None:
         """Before a forward and an optimizer step: nothing was accumulated that no pass looked at."""
@@ -349,6 +402,9 @@ class Deliveries:
         self.recorded.clear()
         self._delivered = []
         self._to_send_again = []
+        for bucket in self._backward.reducer.buckets:
+            bucket.num_clean_windows = 0
+            self.count_by_hooks(bucket)
         for slot in self._backward.reducer.slots:
             if slot.kept_grad is not None:
                 slot.parameter.grad, slot.kept_grad = slot.kept_grad, None

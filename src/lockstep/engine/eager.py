@@ -233,6 +233,8 @@ class EagerBackward:
                 return
             if slot.bucket.is_delivered:
                 return  # looked at when the pass ends
+            if slot.bucket.probe:
+                self.deliveries.check_probe(slot)
             if slot.kept_grad is not None:
                 self.deliveries.put_back(slot)
             if self.continues:

@@ -34,6 +34,7 @@ class SyncWindow:
             bucket.num_pending = len(bucket.slots)
             bucket.skipped = bucket.came_clean = False
             bucket.flight = None
+            bucket.probe = 0
         for slot in self._slots:
             slot.ready = False
             slot.found_unused = False
@@ -61,12 +62,6 @@ class SyncWindow:
             slot.found_unused = False
         self.ready_order += bucket.slots
         bucket.num_pending = 0
-
-    def take_back(self, slot: Slot) -> None:
-        """Count ``slot`` as not ready after all; its bucket must not have left."""
-        slot.ready = False
-        self.ready_order.remove(slot)
-        slot.bucket.num_pending += 1
 
     def is_next(self, bucket: LiveBucket) -> bool:
         """Whether ``bucket`` leaves as soon as it is complete."""

@@ -127,7 +127,7 @@ def _facts_of(record: GraphRecord, buckets: Sequence[LiveBucket]) -> GraphFacts:
                 0 if bucket is None else bucket.spec.num_bytes,
                 names,
                 fractions.get(group.bucket),
-                bucket is not None and bucket.num_clean_windows > 0,
+                bucket is not None and bucket.comes_from_graph,
                 "the plan has changed since" if bucket is None else bucket.left_because,
             )
         )
@@ -140,7 +140,7 @@ def _shared_graphs(graphs: Sequence[GraphFacts], buckets: Sequence[LiveBucket]) 
     launches = tuple(
         LaunchFacts(bucket.index, bucket.spec.num_bytes, bucket.spec.names, None, True, "")
         for bucket in buckets
-        if bucket.num_clean_windows and bucket.spec.names not in known
+        if bucket.comes_from_graph and bucket.spec.names not in known
     )
     if launches:
         yield GraphFacts("compiled for another module of the same kind", "graph", 0, launches)
