@@ -51,6 +51,7 @@ _LAUNCH_SECONDS = {"cpu": 2e-4, "cuda": 5e-5}
 _ENOUGH_OF_THE_MODEL = 0.8
 
 
+_INTENTION = "intention to compile"
 # By group and by the plan before the choice: what was chosen in this process.
 _chosen_plans: dict[tuple[str, str], Plan] = {}
 
@@ -106,12 +107,13 @@ class Compilation:
         known = _chosen_plans.get(self._plan_key)
         mine = compiler_is_watching or any(map(torch_private.is_compiled, self.module.modules()))
         if not mine or self.overlap == "none":
-            answer = "no"
-        elif not self._may_choose_sizes:
+            self._board.post(f"{_INTENTION}/{self._board.rank}", "no")  # for those who ask; an eager rank never waits
+            return
+        if not self._may_choose_sizes:
             answer = "yes"
         else:
             answer = "yes, sizes open" if known is None else f"yes, plan {known.digest}"
-        told = set(self._board.gather("intention to compile", answer, _agreement_timeout()).values())
+        told = set(self._watch.gather(_INTENTION, answer, _agreement_timeout()).values())
         self._all_compile = "no" not in told
         if told == {"yes, sizes open"}:
             self._link = measure_link(self.process_group, self.device, self._watch)
@@ -181,7 +183,7 @@ class Compilation:
         self._num_graph_plans += 1
         if self._board is not None:
             key = f"plan for compiled graph {self._num_graph_plans}"
-            told = self._board.gather(key, plan.to_json(), _agreement_timeout())
+            told = self._watch.gather(key, plan.to_json(), _agreement_timeout())
             plan = setup.choose_plan(list(plan.parameters), self._caps, told[0])
         if split_groups is None:
             _chosen_plans[self._plan_key] = plan

@@ -45,11 +45,13 @@ class Board:
     def forget(self, key: str) -> None:
         self._store.set(self._full(key), "")
 
-    def gather(self, key: str, mine: str, timeout_seconds: float = 60.0) -> dict[int, str]:
+    def gather(
+        self, key: str, mine: str, timeout_seconds: float = 60.0, on_slice: Callable[[], None] | None = None
+    ) -> dict[int, str]:
         """Every rank posts its value; all ranks return all of them."""
         self.post(f"{key}/{self.rank}", mine)
         keys = {f"{key}/{rank}": rank for rank in range(self.world)}
-        missing = self.wait_for(keys, monotonic() + timeout_seconds)
+        missing = self.wait_for(keys, monotonic() + timeout_seconds, on_slice)
         if missing:
             late = [keys[name] for name in missing]
             raise PeerLate(

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from lockstep.agree.board import Board
-from lockstep.errors import PeerFailed
+from lockstep.errors import LockstepError, PeerFailed
 
 logger = logging.getLogger("lockstep")
 
@@ -60,6 +60,29 @@ class Watch:
             return future.wait()
         except RuntimeError:
             self._look_for_last_words(moment)  # a broken connection inside a hook has a peer's error behind it
+            raise
+
+    def gather(self, key: str, mine: str, timeout_seconds: float) -> dict[int, str]:
+        """As the board's, but a peer that failed in the meantime is quoted, and who is late is named in the log."""
+        assert self.board is not None
+        next_report = monotonic() + self._stall_seconds
+
+        def moment() -> str:
+            return f"the exchange of each rank's {key}"
+
+        def look_around() -> None:
+            nonlocal next_report
+            self._raise_failed_peer(moment)
+            if monotonic() >= next_report:
+                self._report_stall(moment)
+                next_report = monotonic() + 2 * self._stall_seconds
+
+        try:
+            return self.board.gather(key, mine, timeout_seconds, look_around)
+        except LockstepError:
+            raise
+        except RuntimeError as error:
+            self._raise_lost_peer(error, moment)
             raise
 
     def _wait(

@@ -350,13 +350,13 @@ class Deliveries:
         if not mine:
             return []
         backward = self._backward
-        board = backward.reducer.watch.board
-        if board is None:
+        if backward.reducer.watch.board is None:
             return mine
         key = f"gradients from outside a graph, window {backward.num_synced_passes}"
         names = [slot.name for bucket in mine for slot in bucket.slots]
         try:
-            told = board.gather(key, ",".join(str(bucket.index) for bucket in mine), _AGREEMENT_SECONDS)
+            indices_text = ",".join(str(bucket.index) for bucket in mine)
+            told = backward.reducer.watch.gather(key, indices_text, _AGREEMENT_SECONDS)
         except errors.PeerLate as late:
             raise errors.lone_addition(names, rank=backward.reducer.rank, others=late.ranks) from late
         indices = {int(i) for text in told.values() for i in text.split(",")}
