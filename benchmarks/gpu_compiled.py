@@ -8,7 +8,6 @@ as long as the bucket would take.
 from __future__ import annotations
 
 import copy
-from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpu_timing import BATCH, CONTEXT, NUM_SYMBOLS, _prepare, gpt2
-from models import GPT
+from models import GPT, give_own_code
 from subjects import TorchDDP, lockstep_ddp
 from timing import interleave
 
@@ -24,11 +23,6 @@ LINK_BYTES_PER_SECOND = 60e9
 LINK_LATENCY = 3e-5
 BACKWARD_SECONDS = 0.012
 LAUNCH_SECONDS = 1e-4
-
-
-def own_code(function: Any) -> FunctionType:
-    code: CodeType = function.__code__.replace()
-    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
 
 
 class EmulatedLink:
@@ -95,7 +89,7 @@ class CompiledTrainer:
         torch.manual_seed(0)
         self.module = gpt2().cuda()
         # The same code is compiled for each subject; none may find another's graph, or run out of room for its own.
-        self.module.forward = MethodType(own_code(GPT.forward), self.module)
+        give_own_code(self.module)
         self.mode = mode
         self.ddp = wrapped(wrapper, self.module, link, **(options or {}))
         self.model = torch.compile(self.ddp, mode=mode)

@@ -20,7 +20,7 @@ def compile(model: Any, *, overlap: str | None = None, verbose: bool = False, **
     Args:
         model: a wrapped module, a module that holds one, or what else ``torch.compile`` takes.
         overlap: as in :class:`lockstep.DistributedDataParallel`; None leaves what the wrapper was made with.
-        verbose: print :func:`explain` after the first step, on rank 0.
+        verbose: print :func:`explain` after the first three steps, on rank 0.
         options: everything that ``torch.compile`` takes (``backend``, ``mode``, ``options``, ``fullgraph``, ...).
     """
     if overlap not in (None, *STRATEGIES):
@@ -31,7 +31,7 @@ def compile(model: Any, *, overlap: str | None = None, verbose: bool = False, **
     for wrapper in wrappers:
         if overlap is not None:
             wrapper.overlap = overlap
-        wrapper._explains_after_first_step = verbose
+        wrapper._explains_when_settled = verbose
     return torch.compile(model, **options)
 
 

@@ -330,6 +330,7 @@ class DistributedDataParallel(PlanKeeping, Compilation, TorchNames, nn.Module, J
         slots = setup.trainable_slots(self.module, self.parameters_to_ignore)
         specs = setup.specs_of(slots, setup.sparse_parameter_names(self.module))
         was_static, self.static_graph = self.static_graph, False
+        self._plan_was_given = True
         self._reopen_board("copies")
         self._wrap_up(slots, setup.choose_plan(specs, self._caps, saved_plan), None, False)
         if self._delay_request is not None:
@@ -396,11 +397,13 @@ class DistributedDataParallel(PlanKeeping, Compilation, TorchNames, nn.Module, J
         with torch_private.RecordFunction("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             before = DistributedDataParallel._active_ddp_module
+            before_torch = torch_private.TorchDDP._active_ddp_module
             DistributedDataParallel._active_ddp_module = torch_private.TorchDDP._active_ddp_module = self
             try:
                 output = self._region(self, *inputs, **kwargs)
             finally:
-                DistributedDataParallel._active_ddp_module = torch_private.TorchDDP._active_ddp_module = before
+                DistributedDataParallel._active_ddp_module = before
+                torch_private.TorchDDP._active_ddp_module = before_torch
             return self._post_forward(output)
 
     @torch.compiler.disable
@@ -412,6 +415,8 @@ class DistributedDataParallel(PlanKeeping, Compilation, TorchNames, nn.Module, J
             self.backward.forget_broken_pass()
             if self.require_backward_grad_sync:
                 self._begin_iteration()
+            if self._delayed is not None:
+                self._delayed.begin()
             self._follow_module()
             self._dist_autograd.attach_in_context()
         self._notify_join()

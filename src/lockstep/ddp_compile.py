@@ -85,9 +85,8 @@ class Compilation:
         self._first_digest = self.reducer.plan.digest
         self._link: LinkModel | None = None
         self._asked_about_compiling = self._all_compile = False
-        self._num_graph_plans = 0
-        self._split_groups: list[list[str]] = []
-        self._explains_after_first_step = False
+        self._has_settled = False
+        self._explains_when_settled = False
         self._num_graphs_checked = -1
 
     @property
@@ -157,7 +156,7 @@ class Compilation:
                         stacklevel=4,
                     )
         if self.backward.graphs and self.reducer.rank == 0:
-            if self._explains_after_first_step:
+            if self._explains_when_settled:
                 print(explanation, file=sys.stderr)
             logger.info("%s", explanation)
 
@@ -177,14 +176,18 @@ class Compilation:
             return
         if not self._all_compile or self._join_config.enable:
             return  # others would not come to agree on it
+        if self._has_settled:
+            return  # once, since a later graph may be compiled on some ranks only
+        self._has_settled = True
         plan = self._plan_of_parts(split_groups) if split_groups is not None else self._plan_by_pace(gm, slots)
+        if self._board is not None and (split_groups is not None or self._link is not None):
+            mine = "none" if plan is None else plan.to_json()
+            told = self._watch.gather("plan for the first compiled graph", mine, _agreement_timeout())
+            if plan is None or "none" in told.values():
+                return
+            plan = setup.choose_plan(list(plan.parameters), self._caps, told[0])
         if plan is None:
             return
-        self._num_graph_plans += 1
-        if self._board is not None:
-            key = f"plan for compiled graph {self._num_graph_plans}"
-            told = self._watch.gather(key, plan.to_json(), _agreement_timeout())
-            plan = setup.choose_plan(list(plan.parameters), self._caps, told[0])
         if split_groups is None:
             _chosen_plans[self._plan_key] = plan
         if plan.digest != self.reducer.plan.digest:
@@ -192,13 +195,11 @@ class Compilation:
         logger.info("The plan for the compiled model:\n%s", plan)
 
     def _plan_of_parts(self, groups: Sequence[Sequence[str]]) -> Plan:
-        # The backward comes to a later graph first.
-        self._split_groups[:0] = [list(group) for group in groups]
         specs = setup.specs_of(self.reducer.slots, setup.sparse_parameter_names(self.module))
-        return plan_from_groups(specs, self._split_groups, self._caps)
+        return plan_from_groups(specs, groups, self._caps)
 
     def _plan_by_pace(self, gm: fx.GraphModule, slots: dict[int, Slot]) -> Plan | None:
-        if self._link is None or self._num_graph_plans or not self._may_choose_sizes:
+        if self._link is None or not self._may_choose_sizes:
             return None
         specs = setup.specs_of(self.reducer.slots, setup.sparse_parameter_names(self.module))
         covered = {slot.name for slot in slots.values()}

@@ -30,6 +30,7 @@ class Slot:
         "is_divided",
         "is_dtensor",
         "kept_grad",
+        "kept_value",
         "name",
         "num_elements",
         "num_fires",
@@ -64,6 +65,7 @@ class Slot:
         self.found_unused = False
         # What lay in .grad when a compiled graph delivered, until autograd has filled .grad anew (engine/delivery.py).
         self.kept_grad: Tensor | None = None
+        self.kept_value: Tensor | None = None  # a copy of it, where its memory was written over
         self.accumulator: Any = None  # autograd's node that adds into .grad, once asked for
         self.num_fires = 0
         self.expected_fires: int | None = None
@@ -84,7 +86,6 @@ class LiveBucket:
         "flat",
         "flight",
         "gradients",
-        "has_dirty",
         "has_divided",
         "is_delivered",
         "is_recorded",
@@ -148,14 +149,13 @@ class LiveBucket:
         self.has_divided = False
         # Of buckets that a compiled graph delivers, see engine/delivery.py.
         self.is_delivered = False
-        self.has_dirty = False
         self.is_recorded = False
         self.came_clean = False
         self.comes_from_graph = False  # a graph launched it the last time
         self.left_because = ""  # why the last delivery was left to the hooks
         self.num_clean_windows = 0
         self.num_clean_needed = 1
-        self.probe = 0  # address of the memory that was handed out, while it is watched who else adds to it
+        self.probe: Tensor | None = None  # what was handed out, while it is watched who else adds to it
 
     def clear(self) -> None:
         """Forget a launch."""

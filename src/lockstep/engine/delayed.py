@@ -37,6 +37,10 @@ class DelayedReduction:
         for handle in self._handles:
             handle.remove()
 
+    def begin(self) -> None:
+        """A new forward: what came before does not count for its backward."""
+        self._came.clear()
+
     def _on_trigger(self, gradient: Tensor) -> Tensor:
         """Launch the buckets whose gradients are all there; a compiled backward hands out all at once, so some may not
         be: those leave when the backward is over."""

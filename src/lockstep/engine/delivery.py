@@ -36,12 +36,13 @@ from torch import Tensor
 
 from lockstep import errors, torch_private
 from lockstep.engine.bucket import LiveBucket, Slot
+from lockstep.engine.reducer import GradOwnership
 
 if TYPE_CHECKING:
     from lockstep.engine.eager import EagerBackward
 
 # Who looks after a parameter. A slot keeps its parameter alive, so an id in here is never another parameter's.
-_slots: dict[int, tuple[weakref.ref[EagerBackward], Slot]] = {}
+_slots: dict[int, list[tuple[weakref.ref[EagerBackward], Slot]]] = {}
 # Buffers that a graph launched and has not landed yet, by address.
 _travelling: dict[int, tuple[weakref.ref[EagerBackward], LiveBucket]] = {}
 
@@ -54,21 +55,29 @@ _HARDER = 64
 def register(backward: EagerBackward) -> None:
     reference = weakref.ref(backward)
     for slot in backward.reducer.slots:
-        _slots[id(slot.parameter)] = (reference, slot)
+        entries = _slots.setdefault(id(slot.parameter), [])
+        for other in entries:  # a wrapper inside a wrapper: see engine/managers.py
+            its = other[0]()
+            if its is not None and its.is_attached:
+                its.reducer.shares_parameters = backward.reducer.shares_parameters = True
+        entries.append((reference, slot))
 
 
 def unregister(backward: EagerBackward) -> None:
     for slot in backward.reducer.slots:
-        entry = _slots.get(id(slot.parameter))
-        if entry is not None and entry[0]() in (backward, None):
-            del _slots[id(slot.parameter)]
+        entries = _slots.get(id(slot.parameter), [])
+        entries[:] = [entry for entry in entries if entry[0]() not in (backward, None)]
+        if not entries:
+            _slots.pop(id(slot.parameter), None)
 
 
 def slot_of(parameter: Tensor) -> tuple[EagerBackward, Slot] | None:
     """The slot of a parameter that a wrapper looks after, and that wrapper's caller of the reducer."""
-    entry = _slots.get(id(parameter))
-    backward = entry[0]() if entry is not None else None
-    return None if entry is None or backward is None else (backward, entry[1])
+    for reference, slot in reversed(_slots.get(id(parameter), ())):
+        backward = reference()
+        if backward is not None:
+            return backward, slot
+    return None
 
 
 def deliver(grads: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
@@ -81,6 +90,9 @@ def deliver(grads: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
             flat = backward.deliveries.take(bucket, grads)
             if flat is not None:
                 return flat
+        flat = pack(grads, parameters)
+        backward.deliveries.note_passed(flat)
+        return flat
     return pack(grads, parameters)
 
 
@@ -119,6 +131,8 @@ class Deliveries:
         self.recorded: list[Tensor] = []
         self._delivered: list[LiveBucket] = []  # in the current pass
         self._to_send_again: list[LiveBucket] = []
+        self._num_resets = 0
+        self._passed: list[Tensor] = []
 
     @property
     def _backward(self) -> EagerBackward:
@@ -175,8 +189,11 @@ class Deliveries:
         for gradient in grads:
             if gradient.dtype is not dtype and not (gradient.is_floating_point() and dtype is torch.float32):
                 return "its gradient has another dtype"
-        if accumulated is not None and not _can_fold(accumulated, dtype):
-            return "what lies in .grad cannot be added to it"
+        if accumulated is not None:
+            if not _can_fold(accumulated, dtype):
+                return "what lies in .grad cannot be added to it"
+            if not all(map(_will_accumulate, bucket.slots)):
+                return "this backward leaves some of its parameters out"
         if not torch_private.only_hooks_are_ours(bucket.parameters):
             return "hooks of your own look at its gradient"
         return ""
@@ -188,7 +205,9 @@ class Deliveries:
         bucket.left_because = "it is not yet known to come from the graph alone"
         flat = self._pack(bucket, grads, accumulated, leaves_now=False)
         bucket.flat = None
-        bucket.probe = flat.data_ptr()
+        # Held until the window closes: autograd adds in place to memory that nobody else holds, and nothing would show.
+        bucket.probe = flat
+        self.note_passed(flat)
         bucket.came_clean = True
         self.count_by_hooks(bucket)
         return flat
@@ -199,13 +218,13 @@ class Deliveries:
         window.note_bucket_ready(bucket)
         flat = self._pack(bucket, grads, accumulated, leaves_now=window.is_next(bucket))
         if accumulated is not None or backward.needs_every_hook:
-            bucket.has_dirty = True
             for slot in bucket.slots:
                 slot.dirty = True
         bucket.is_delivered = bucket.comes_from_graph = True
         self._delivered.append(bucket)
         window.launch_complete()
-        _travelling[flat.data_ptr()] = (self._backward_ref, bucket)
+        if flat.numel():
+            _travelling[flat.data_ptr()] = (self._backward_ref, bucket)
         # Another tensor than the reducer's own: autograd keeps what nobody else holds, and copies the rest.
         return flat.view(-1)
 
@@ -240,12 +259,28 @@ class Deliveries:
                 backward.tell_peers(error)
                 raise
 
+    def note_passed(self, flat: Tensor) -> None:
+        """This buffer was handed out; where .grad is to have memory of its own, it must not stay in it."""
+        if self._backward.reducer.ownership is GradOwnership.OWN:
+            self._passed.append(flat)
+
+    def leave_passed(self) -> None:
+        """At the end of a pass: give every .grad that lies in a buffer that was handed out memory of its own."""
+        if not self._passed:
+            return
+        homes = {flat.untyped_storage().data_ptr() for flat in self._passed}
+        for slot in self._backward.reducer.slots:
+            gradient = slot.parameter.grad
+            if gradient is not None and gradient.untyped_storage().data_ptr() in homes:
+                gradient.data = gradient.clone()
+        self._passed.clear()
+
     def check_probe(self, slot: Slot) -> None:
         """From the hook of a parameter whose bucket is on probation: whether its gradient is what was handed out."""
         bucket, gradient = slot.bucket, slot.parameter.grad
-        if gradient is None or slot.num_elements == 0:
+        if gradient is None or bucket.probe is None or slot.num_elements == 0:
             return
-        if gradient.data_ptr() != bucket.probe + slot.offset * gradient.element_size():
+        if gradient.data_ptr() != bucket.probe.data_ptr() + slot.offset * gradient.element_size():
             bucket.came_clean = False
             bucket.left_because = "it is used outside of the graph as well"
 
@@ -280,11 +315,7 @@ class Deliveries:
             return
         recorded = list(self.recorded)
         self.recorded.clear()
-        for parameter in recorded:
-            found = slot_of(parameter)
-            if found is None or found[0] is not backward:
-                continue
-            slot = found[1]
+        for slot in map(backward.slot_of, recorded):
             slot.dirty = True
             bucket = slot.bucket
             if backward.syncs and not bucket.is_delivered:
@@ -298,6 +329,7 @@ class Deliveries:
         """Autograd has put the delivered gradients into ``.grad``: as they were, or with something added."""
         delivered, self._delivered = self._delivered, []
         stays_open = not self._backward.window.all_launched
+        owns = self._backward.reducer.ownership is GradOwnership.OWN  # then the result is copied, once it is there
         for bucket in delivered:
             assert bucket.flat is not None
             base, itemsize = bucket.flat.data_ptr(), bucket.flat.element_size()
@@ -314,16 +346,17 @@ class Deliveries:
                     )
                 if gradient.data_ptr() != base + slot.offset * itemsize and slot.num_elements:
                     self._note_addition(bucket, slot)
-                if slot.kept_grad is not None:
+                if slot.kept_grad is not None and not owns:
                     self.put_back(slot)
                 if stays_open:
-                    slot.dirty = bucket.has_dirty = True
+                    slot.dirty = True
 
     def _note_addition(self, bucket: LiveBucket, slot: Slot) -> None:
         """See [Note: an addition that comes later]."""
+        if bucket.came_clean:
+            bucket.num_clean_needed *= _HARDER
         bucket.came_clean = False
         bucket.num_clean_windows = 0
-        bucket.num_clean_needed *= _HARDER
         bucket.left_because = "it is used outside of the graph as well"
         reducer = self._backward.reducer
         if not bucket.was_sent or bucket.flight is not None:
@@ -339,8 +372,12 @@ class Deliveries:
         kept, slot.kept_grad = slot.kept_grad, None
         gradient = slot.parameter.grad
         if kept is not None and gradient is not None and kept is not gradient:
-            kept.data = gradient.detach()
+            if self._backward.reducer.ownership is GradOwnership.OWN:
+                kept.copy_(gradient)
+            else:
+                kept.data = gradient.detach()
             slot.parameter.grad = kept
+        slot.kept_value = None
 
     # ---------------------------------------------------------------- the end of the window
 
@@ -352,7 +389,7 @@ class Deliveries:
         backward = self._backward
         if backward.reducer.watch.board is None:
             return mine
-        key = f"gradients from outside a graph, window {backward.num_synced_passes}"
+        key = f"gradients from outside a graph, window {backward.num_synced_passes}, attempt {self._num_resets}"
         names = [slot.name for bucket in mine for slot in bucket.slots]
         try:
             indices_text = ",".join(str(bucket.index) for bucket in mine)
@@ -379,16 +416,14 @@ class Deliveries:
     def keep_local(self) -> None:
         """Passes that did not synchronise are over: what only the recording hooks saw of them stays local."""
         backward = self._backward
-        for found in map(slot_of, self.recorded):
-            if found is not None:
-                found[1].dirty = backward.holds_local_gradients = True
+        for slot in map(backward.slot_of, self.recorded):
+            slot.dirty = backward.holds_local_gradients = True
         self.recorded.clear()
 
     def require_seen(self) -> None:
-        """Before a forward and an optimizer step: nothing was accumulated that no pass looked at."""
+        """Before a forward, and an optimizer step on these: nothing was accumulated that no pass looked at."""
         if self.recorded:
-            places = [found[1].place for found in map(slot_of, self.recorded) if found is not None]
-            self.recorded.clear()
+            places = [self._backward.slot_of(parameter).place for parameter in self.recorded]
             raise errors.unfinished_reduction(
                 places,
                 rank=self._backward.reducer.rank,
@@ -402,12 +437,17 @@ class Deliveries:
         self.recorded.clear()
         self._delivered = []
         self._to_send_again = []
+        self._num_resets += 1
+        for address in [a for a, (reference, _) in _travelling.items() if reference is self._backward_ref]:
+            del _travelling[address]
         for bucket in self._backward.reducer.buckets:
             bucket.num_clean_windows = 0
             self.count_by_hooks(bucket)
         for slot in self._backward.reducer.slots:
             if slot.kept_grad is not None:
-                slot.parameter.grad, slot.kept_grad = slot.kept_grad, None
+                if slot.kept_value is not None:  # it lay in the buffer that was written over
+                    slot.kept_grad.copy_(slot.kept_value)
+                slot.parameter.grad, slot.kept_grad, slot.kept_value = slot.kept_grad, None, None
 
 
 def _accumulated(bucket: LiveBucket) -> list[Tensor | None] | None:

@@ -96,6 +96,7 @@ class EagerBackward:
         self.reducer.shares_parameters = False
         find_shared(self.reducer, [slot.parameter for slot in self.reducer.slots])
         self._is_multi_device = len({slot.parameter.device for slot in self.reducer.slots}) > 1
+        self._slot_by_id = {id(slot.parameter): slot for slot in self.reducer.slots}
         for slot in self.reducer.slots:
             self.set_hook(slot)
         register(self)
@@ -113,6 +114,14 @@ class EagerBackward:
         self._handles[id(slot)] = slot.parameter.register_post_accumulate_grad_hook(hook)
         if is_frozen:
             slot.parameter.requires_grad_(False)
+
+    def slot_of(self, parameter: Tensor) -> Slot:
+        """The slot of a parameter that this wrapper looks after."""
+        return self._slot_by_id[id(parameter)]
+
+    @property
+    def is_in_a_pass(self) -> bool:
+        return self._pass_running
 
     @property
     def in_dist_autograd(self) -> bool:
@@ -233,7 +242,7 @@ class EagerBackward:
                 return
             if slot.bucket.is_delivered:
                 return  # looked at when the pass ends
-            if slot.bucket.probe:
+            if slot.bucket.probe is not None:
                 self.deliveries.check_probe(slot)
             if slot.kept_grad is not None:
                 self.deliveries.put_back(slot)
@@ -277,7 +286,8 @@ class EagerBackward:
     def _collect_landed(self, newest: LiveBucket) -> None:
         """With an optimizer in the backward, buckets that have arrived are used, and freed, while it goes on."""
         for bucket in self.reducer.buckets[: newest.index]:
-            if bucket.flight is not None and bucket.flight.is_done():
+            # What a graph delivered is in .grad only when the graph has returned.
+            if bucket.flight is not None and bucket.flight.is_done() and not bucket.is_delivered:
                 self._collect(bucket, None)
 
     def _end_pass(self) -> None:
@@ -302,6 +312,7 @@ class EagerBackward:
             else:
                 self.holds_local_gradients = True
                 self._used_in_forward = None
+            self.deliveries.leave_passed()
             is_over = not self.window.is_open
             self._reset_pass()
         if is_over and self.after_pass is not None:
@@ -347,7 +358,15 @@ class EagerBackward:
         with self.telling_peers():
             self.reducer.land_unordered()
             for bucket in self.deliveries.buckets_to_send_again():
-                bucket.clear()  # each .grad holds the mean of what the graph delivered, and what was added to it
+                # Each .grad holds the mean of what the graph delivered, and what was added to it.
+                if bucket.flight is not None:
+                    self.reducer.collect(bucket)
+                for slot in bucket.slots:
+                    self.deliveries.put_back(slot)
+                if bucket.is_delivered:
+                    bucket.clear()
+                else:
+                    self.reducer.write_back(bucket)
                 self._launch(bucket)
             for bucket in self.window.take_stale():
                 self._launch(bucket)
@@ -456,7 +475,9 @@ class EagerBackward:
     def reset(self) -> None:
         """Forget the current window, after an error in a backward that was caught."""
         for bucket in self.reducer.buckets:
-            if bucket.flight is None:
+            if bucket.was_sent and bucket.flight is None:
+                pass  # reduced already; what is in .grad stays as it is
+            elif bucket.flight is None:
                 self.reducer.unstage(bucket)
             else:  # a collective that nobody will wait for may still write into these
                 bucket.spare = bucket.persistent = None

@@ -194,7 +194,10 @@ class Reducer(ReducerTorchNames):
         buffer = self._buffer_for(bucket, like)
         home = buffer.untyped_storage().data_ptr()
         # What lies in the buffer itself (gradients that were kept, zeroed or not) is read before it is written.
-        aside = [a.clone() if a is not None and a.untyped_storage().data_ptr() == home else a for a in accumulated]
+        aside = list(accumulated)
+        for position, (slot, value) in enumerate(zip(bucket.slots, accumulated, strict=True)):
+            if value is not None and value.untyped_storage().data_ptr() == home:
+                aside[position] = slot.kept_value = value.clone()
         flat = buffer.view(-1)
         views = bucket.views(flat)
         _copy_by_kind(views, gradients)
@@ -213,14 +216,16 @@ class Reducer(ReducerTorchNames):
 
     def finish_delivered(self, bucket: LiveBucket) -> None:
         """.grad lies in the buffer already; give it memory of its own where that was asked for."""
-        if bucket.has_dirty:
-            bucket.has_dirty = False
-            for slot in bucket.slots:
-                slot.dirty = False
+        for slot in bucket.slots:
+            slot.dirty = False
         if self.ownership is GradOwnership.OWN:
-            for parameter in bucket.parameters:
-                if parameter.grad is not None:
-                    parameter.grad.data = parameter.grad.clone()
+            for slot in bucket.slots:
+                kept, slot.kept_grad = slot.kept_grad, None
+                gradient = slot.parameter.grad
+                if kept is not None and gradient is not None:
+                    slot.parameter.grad = kept.copy_(gradient)
+                elif gradient is not None:
+                    gradient.data = gradient.clone()
         bucket.clear()
 
     def stage(self, slot: Slot, gradient: Tensor | None) -> None:
@@ -254,6 +259,8 @@ class Reducer(ReducerTorchNames):
 
     def _buffer_for(self, bucket: LiveBucket, like: Tensor) -> Tensor:
         if self.ownership is not GradOwnership.PERSISTENT:
+            if like.device.type != "cpu":
+                return like.new_empty(bucket.spec.num_elements)
             # On the CPU a freed buffer leaves a hole in the heap; so the last one is kept, and used again if free.
             spare = bucket.spare
             if (
@@ -264,9 +271,10 @@ class Reducer(ReducerTorchNames):
             ):
                 spare = bucket.spare = like.new_empty(bucket.spec.num_elements)
             return spare
-        if bucket.persistent is None:
-            bucket.persistent = like.new_empty(bucket.spec.num_elements)
-        return bucket.persistent
+        kept = bucket.persistent
+        if kept is None or kept.dtype is not like.dtype or kept.device != like.device:
+            kept = bucket.persistent = like.new_empty(bucket.spec.num_elements)
+        return kept
 
     def _travels_like(self, slot: Slot) -> Tensor:
         """A tensor of the dtype and on the device that this parameter's gradient travels in."""

@@ -35,7 +35,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     for backward in _watched:
         if not backward.is_attached:
             continue  # its wrapper is gone
-        backward.deliveries.require_seen()
+        recorded = backward.deliveries.recorded
+        if recorded and not backward.is_in_a_pass and _ids(optimizer) & set(map(id, recorded)):
+            backward.deliveries.require_seen()
         if backward.window.is_open and not backward.is_collecting:
             _stop_unfinished(backward, optimizer)
         elif backward.holds_local_gradients and backward.reducer.world > 1:

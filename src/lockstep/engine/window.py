@@ -34,7 +34,7 @@ class SyncWindow:
             bucket.num_pending = len(bucket.slots)
             bucket.skipped = bucket.came_clean = False
             bucket.flight = None
-            bucket.probe = 0
+            bucket.probe = None
         for slot in self._slots:
             slot.ready = False
             slot.found_unused = False
@@ -99,3 +99,5 @@ class SyncWindow:
 
     def close(self) -> None:
         self.is_open = False
+        for bucket in self._buckets:
+            bucket.probe = None

@@ -194,6 +194,8 @@ def _why_not(backward: EagerBackward, bucket: LiveBucket, covered: Sequence[Slot
         return "native mixed precision reduces in another dtype"
     if any(slot.is_dtensor for slot in bucket.slots):
         return "it is a DTensor"
+    if any(slot.parameter.stride() != slot.stride for slot in bucket.slots):
+        return "its memory order was changed after the model was wrapped"
     return None
 
 
