@@ -25,21 +25,21 @@ BACKWARD_SECONDS = 0.012
 LAUNCH_SECONDS = 1e-4
 
 
-class EmulatedLink:
+def emulated_link(bytes_per_second: float) -> Any:
     """A communication hook that takes as long as a link of the given rate, on a stream of its own."""
+    stream = torch.cuda.Stream()
+    cycles_per_byte = _cycles_per_second() / bytes_per_second
 
-    def __init__(self, bytes_per_second: float) -> None:
-        self.stream = torch.cuda.Stream()
-        self.cycles_per_byte = _cycles_per_second() / bytes_per_second
-
-    def __call__(self, state, bucket):  # type: ignore[no-untyped-def]  # torch would compare annotations with its own
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch would compare annotations with its own
         buffer = bucket.buffer()
-        self.stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(torch.cuda.current_stream())
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[torch.cuda.current_device()])
-        with torch.cuda.stream(self.stream):
-            torch.cuda._sleep(int(buffer.nbytes * self.cycles_per_byte))
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(int(buffer.nbytes * cycles_per_byte))
             future.set_result(buffer)
         return future
+
+    return hook
 
 
 def _cycles_per_second() -> float:
@@ -61,7 +61,7 @@ def wrapped(wrapper: str, module: nn.Module, link: bool, **options: Any) -> nn.M
         options = {"plan": plan_for_link(module), **options}
     ddp = make(module, **options)
     if link:
-        ddp.register_comm_hook(None, EmulatedLink(LINK_BYTES_PER_SECOND))
+        ddp.register_comm_hook(None, emulated_link(LINK_BYTES_PER_SECOND))
     return ddp
 
 
@@ -145,6 +145,10 @@ def peak_memory(subject: dict[str, Any]) -> int:
 
 
 # ---------------------------------------------------------------- gradients
+
+
+def all_gradients(cases: list[tuple[str | None, bool]]) -> list[dict[str, Any]]:
+    return [gradients(mode, autocast) for mode, autocast in cases]
 
 
 def gradients(mode: str | None, autocast: bool, small: bool = True) -> dict[str, Any]:

@@ -210,7 +210,7 @@ class Deliveries:
         self.note_passed(flat)
         bucket.came_clean = True
         self.count_by_hooks(bucket)
-        return flat
+        return flat.view(-1)  # see ``_take``
 
     def _take(self, bucket: LiveBucket, grads: Sequence[Tensor], accumulated: list[Tensor | None] | None) -> Tensor:
         backward = self._backward

@@ -143,11 +143,15 @@ def _before_cast(gradient: fx.Node) -> fx.Node:
 
     Packing moves every element once anyway; casting on the way saves writing and reading it once more (autocast).
     """
-    if gradient.target is torch.ops.prims.convert_element_type.default and len(gradient.users) == 1:
+    is_cast = gradient.target is torch.ops.prims.convert_element_type.default or (
+        gradient.target is torch.ops.aten._to_copy.default and set(gradient.kwargs) <= {"dtype", "layout", "device"}
+    )
+    if is_cast and len(gradient.users) == 1:
         source = gradient.args[0]
         if isinstance(source, fx.Node) and isinstance(source.meta.get("val"), Tensor):
             before, after = source.meta["val"], gradient.meta["val"]
-            if before.dtype in _NARROW and after.dtype == torch.float32 and before.shape == after.shape:
+            is_same_place = before.device == after.device and before.layout == after.layout
+            if before.dtype in _NARROW and after.dtype == torch.float32 and is_same_place:
                 return source
     return gradient
 

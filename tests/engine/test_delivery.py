@@ -1,0 +1,256 @@
+"""Gradients that a compiled backward delivers, in a world of one: what must hold around the usual step."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lockstep
+from lockstep import errors
+
+ONE_EACH = 1e-5  # MiB: every parameter is a bucket
+
+
+@pytest.fixture(autouse=True)
+def world_of_one(tmp_path: Path) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=20))
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    dist.destroy_process_group()
+
+
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def compiled(module: nn.Module, **options: Any) -> tuple[lockstep.DDP, Any]:
+    ddp = lockstep.DDP(module, **{"bucket_cap_mb": ONE_EACH, **options})
+    return ddp, torch.compile(ddp, backend="aot_eager")
+
+
+def steps(ddp: lockstep.DDP, model: Any, num: int = 4) -> None:
+    for _ in range(num):
+        ddp.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+    assert all(bucket.comes_from_graph for bucket in ddp.reducer.buckets)
+
+
+def test_buckets_come_from_the_graph_after_one_step_of_watching() -> None:
+    ddp, model = compiled(two_layers())
+    came = []
+    for _ in range(3):
+        ddp.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        came.append(all(bucket.comes_from_graph for bucket in ddp.reducer.buckets))
+    assert came == [False, True, True]
+
+
+def test_a_backward_that_reaches_half_the_model_leaves_the_window_open() -> None:
+    ddp, model = compiled(two_layers())
+    steps(ddp, model)
+    ddp.zero_grad()
+    ddp.module[1](torch.ones(2, 4)).sum().backward()
+    assert ddp.backward.window.is_open
+    assert ddp.module[0].weight.grad is None
+    with pytest.raises(errors.UnfinishedReduction, match=r"0\.weight"):
+        model(torch.ones(2, 4))
+
+
+def test_gradients_seen_by_recording_hooks_alone_stop_the_next_forward_and_step() -> None:
+    module = nn.Sequential(nn.Linear(4, 4))
+    ddp, model = compiled(module, bucket_cap_mb=25)
+    steps(ddp, model)
+    ddp.zero_grad()
+    recorded = ddp.reducer.buckets[0].slots[1].parameter  # the first of a bucket keeps a hook that counts
+    recorded.sum().backward()
+    with pytest.raises(errors.UnfinishedReduction):
+        torch.optim.SGD(module.parameters(), lr=0.1).step()
+    with pytest.raises(errors.UnfinishedReduction):
+        model(torch.ones(2, 4))
+    ddp.reset_sync_window()
+    steps(ddp, model)
+
+
+def test_an_unrelated_optimizer_may_step_in_the_middle_of_the_backward() -> None:
+    ddp, model = compiled(two_layers(), bucket_cap_mb=25)
+    other = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([other], lr=0.1)
+    other.register_post_accumulate_grad_hook(lambda p: optimizer.step())
+    for _ in range(4):
+        ddp.zero_grad()
+        model(torch.ones(2, 4) * other).sum().backward()
+    assert not torch.equal(other.detach(), torch.ones(4))
+
+
+def test_memory_order_changed_after_wrapping() -> None:
+    conv = nn.Conv2d(3, 4, 3)
+    reference = copy.deepcopy(conv).to(memory_format=torch.channels_last)
+    ddp, model = compiled(conv)
+    ddp.to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 5, 5).to(memory_format=torch.channels_last)
+    expected = torch.autograd.grad(reference(x).square().sum(), list(reference.parameters()))
+    for synchronises in (True, True, False):
+        ddp.zero_grad()
+        ddp.require_backward_grad_sync = synchronises
+        model(x).square().sum().backward()
+        torch.testing.assert_close([p.grad for p in conv.parameters()], list(expected))
+    local = torch.autograd.grad(model(x).square().sum(), list(conv.parameters()))
+    torch.testing.assert_close(list(local), list(expected))
+
+
+def test_owned_gradients_stay_where_they_are() -> None:
+    module = two_layers()
+    ddp, model = compiled(module, gradient_as_bucket_view=False)
+    flat = torch.zeros(sum(p.numel() for p in module.parameters()))
+    offset = 0
+    for parameter in module.parameters():
+        parameter.grad = flat[offset : offset + parameter.numel()].view_as(parameter)
+        offset += parameter.numel()
+    for _ in range(4):
+        ddp.zero_grad(set_to_none=False)
+        model(torch.ones(2, 4)).sum().backward()
+        found = torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+        assert torch.equal(flat, found)
+        assert flat.abs().sum() > 0
+
+
+def test_accumulated_gradients_survive_an_error() -> None:
+    module = two_layers()
+    ddp, model = compiled(module, gradient_as_bucket_view=True)
+    steps(ddp, model)
+    before = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+    x = torch.ones(2, 4, requires_grad=True)
+    loss = model(x).sum()
+    x.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    ddp.reset_sync_window()
+    torch.testing.assert_close([p.grad for p in module.parameters()], before)
+    steps(ddp, model)
+
+
+def test_a_backward_for_some_inputs_leaves_the_others_alone() -> None:
+    module = two_layers()
+    ddp, model = compiled(module, bucket_cap_mb=25)
+    steps(ddp, model)
+    first = ddp.reducer.buckets[0].slots[0].parameter
+    others = {name: p.grad.clone() for name, p in module.named_parameters() if p is not first and p.grad is not None}
+    model(torch.ones(2, 4)).sum().backward(inputs=[first])
+    for name, gradient in others.items():
+        torch.testing.assert_close(module.get_parameter(name).grad, gradient)
+
+
+def test_an_addition_makes_the_next_probation_longer_once() -> None:
+    module = two_layers()
+    ddp, model = compiled(module, bucket_cap_mb=25)
+    steps(ddp, model)
+    ddp.zero_grad()
+    penalty = sum(p.square().sum() for p in module.parameters())
+    (model(torch.ones(2, 4)).sum() + penalty).backward()
+    (bucket,) = ddp.reducer.buckets
+    assert (bucket.num_clean_needed, bucket.num_clean_windows) == (64, 0)
+    reference = copy.deepcopy(module)
+    reference.zero_grad()
+    (reference(torch.ones(2, 4)).sum() + sum(p.square().sum() for p in reference.parameters())).backward()
+    torch.testing.assert_close([p.grad for p in module.parameters()], [p.grad for p in reference.parameters()])
+
+
+def test_probation_is_not_fooled_by_memory_that_nobody_else_holds() -> None:
+    """A parameter used eagerly before the compiled part: its two gradients are added where they meet."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+            self.trunk = nn.Linear(4, 4)
+            self.trunk.compile(backend="aot_eager")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.trunk(x @ self.weight + self.trunk.weight.sum())
+
+    module = Tied()
+    ddp = lockstep.DDP(module, bucket_cap_mb=ONE_EACH)
+    seen: list[Tensor] = []
+
+    def hook(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        seen.append(bucket.buffer().clone())
+        future.set_result(bucket.buffer())
+        return future
+
+    ddp.register_comm_hook(None, hook)
+    for _ in range(4):
+        ddp.zero_grad()
+        ddp(torch.ones(2, 4)).sum().backward()
+    by_name = {bucket.spec.names: bucket for bucket in ddp.reducer.buckets}
+    assert not by_name[("trunk.weight",)].comes_from_graph
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_second_wrapper_around_the_same_parameters_is_known(is_compiled: bool) -> None:
+    module = two_layers()
+    ddp, model = compiled(module, bucket_cap_mb=25)
+    if is_compiled:
+        steps(ddp, model)
+    second = lockstep.DDP(module[0])
+    assert ddp.reducer.shares_parameters
+    assert second.reducer.shares_parameters
+
+
+def test_a_second_wrapper_that_is_gone_leaves_the_first_as_it_was() -> None:
+    module = two_layers()
+    ddp, model = compiled(module, bucket_cap_mb=25)
+    steps(ddp, model)
+    lockstep.DDP(module)
+    for _ in range(3):
+        ddp.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        assert not ddp.backward.window.is_open
+        assert all(p.grad is not None for p in module.parameters())
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda ddp: pickle.loads(pickle.dumps(ddp))])
+def test_a_copy_keeps_its_layout_when_it_is_compiled(duplicate: Any) -> None:
+    ddp = lockstep.DDP(two_layers())
+    twin = duplicate(ddp)
+    before = twin.plan.digest
+    steps(twin, torch.compile(twin, backend="aot_eager"))
+    assert twin.plan.digest == before
+
+
+def test_an_optimizer_in_the_backward_waits_for_what_the_graph_delivered() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    module, reference = Blocks(), Blocks()
+    reference.load_state_dict(module.state_dict())
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    module.blocks[2].compile(backend="aot_eager")
+    ddp = lockstep.DDP(module, bucket_cap_mb=ONE_EACH)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for _ in range(4):
+        ddp(torch.ones(2, 4)).square().mean().backward()
+        reference(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(list(module.parameters()), list(reference.parameters()))
