@@ -3,6 +3,7 @@
     lockstep run --nproc 2 examples/train_gpt.py       # two ranks
     torchrun --nproc-per-node 2 examples/train_gpt.py  # the same through torch's launcher
     python examples/train_gpt.py                       # a world of one
+    lockstep run --nproc 2 examples/train_gpt.py --compile
 
 At the end it prints the plan, how much communication was exposed and a sample of the text the model writes,
 and saves an HTML report with the loss curve and one step's timeline per rank.
@@ -124,6 +125,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--bucket-cap-mb", type=float, default=1.0, help="size of a bucket of gradients")
+    parser.add_argument("--compile", action="store_true", help="compile the model; each bucket leaves inside its graph")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/train_gpt"), help="folder of the report")
     options = parser.parse_args()
@@ -227,6 +229,8 @@ def main() -> None:
     model = GPT(len(symbols), options.context, options.width, options.layers, options.heads).to(device)
     ddp = lockstep.DistributedDataParallel(model, bucket_cap_mb=options.bucket_cap_mb)
     ddp.timeline.precise = True  # for the report: when each bucket's reduction really ended
+    if options.compile:
+        ddp.compile()
     ranks = f"{world} rank{'s' if world > 1 else ''}"
     num_parameters = sum(p.numel() for p in model.parameters())
     if rank == 0:
@@ -246,6 +250,8 @@ def main() -> None:
             title=f"train_gpt: {num_parameters:,} parameters, {ranks}, {options.steps} steps",
         )
         print(f"\nPlan\n{ddp.plan}")
+        if options.compile:
+            print(f"\nCompiled\n{lockstep.explain(ddp)}")
         print(f"\nExposed communication, median per step\n{describe_exposed(timelines)}")
         print("\nThe model writes\n" + "".join(symbols[i] for i in sample.tolist()).strip())
         print(f"\nReport: {report.resolve()}")
