@@ -442,8 +442,9 @@ class DistributedDataParallel(PlanKeeping, Compilation, TorchNames, nn.Module, J
         return inputs, kwargs
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        # Read here so that the compiler guards on it: graphs are made for a plan.
+        # Read here so that the compiler guards on them: graphs are made for a plan and a strategy.
         assert self._graph_key
+        assert self.overlap != ""
         return self.module(*inputs, **kwargs)
 
     @torch.compiler.disable

@@ -283,3 +283,9 @@ def lone_addition(names: Sequence[str], *, rank: int, others: Sequence[int]) -> 
         "Likely cause: some ranks began to use a parameter outside of the model (a penalty in the loss, say).\n"
         "Fix: begin on all ranks in the same step, or wrap the model with overlap='none'."
     )
+
+
+COMPILED_AUTOGRAD = (
+    "Compiled autograd is not compatible with this DDP reducer: it would trace the hooks that reduce the gradients. "
+    "Turn it off in dynamo's config; the reduction runs inside the compiled backward without it."
+)

@@ -126,13 +126,12 @@ class Deliveries:
 
     def __init__(self, backward: EagerBackward) -> None:
         self._backward_ref = weakref.ref(backward)
-        self.is_enabled = True
         # Parameters that were accumulated into and whose hook only says so, see [Note: recorded hooks].
         self.recorded: list[Tensor] = []
         self._delivered: list[LiveBucket] = []  # in the current pass
         self._to_send_again: list[LiveBucket] = []
         self._num_resets = 0
-        self._passed: list[Tensor] = []
+        self._passed: list[Tensor] = []  # handed out in this pass, where .grad must not stay in them
 
     @property
     def _backward(self) -> EagerBackward:
@@ -173,8 +172,8 @@ class Deliveries:
         reducer = backward.reducer
         if backward.continues or bucket.num_pending < len(bucket.slots):
             return "it gets gradients more than once before the reduction"
-        if not self.is_enabled or not backward.is_attached:
-            return "overlap is 'none'"
+        if not backward.is_attached:
+            return "its wrapper is gone"
         if reducer.shares_parameters:
             return "another wrapper reduces it too"
         if reducer.reduce_dtype is not None:

@@ -182,6 +182,8 @@ class EagerBackward:
 
     def _on_gradient(self, slot: Slot, _: Tensor) -> None:
         """The hook: runs once per parameter and backward, so it does as little as it can."""
+        if torch.compiler.is_compiling():
+            raise RuntimeError(errors.COMPILED_AUTOGRAD)
         slot.dirty = True
         if not self._pass_running:
             self.begin_pass()

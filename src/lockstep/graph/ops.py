@@ -29,12 +29,15 @@ _library.define("launch(Tensor[] grads, Tensor[] parameters) -> Tensor", tags=_T
 _library.define("collect(Tensor(a!)[] flats) -> ()", tags=_TAGS)
 
 
+# Under compiled autograd the compiler watches while these run; there is nothing in them for it.
 @torch.library.impl(_library, "launch", "CompositeExplicitAutograd")
+@torch.compiler.disable
 def _launch(grads: list[Tensor], parameters: list[Tensor]) -> Tensor:
     return delivery.deliver(grads, parameters)
 
 
 @torch.library.impl(_library, "collect", "CompositeExplicitAutograd")
+@torch.compiler.disable
 def _collect(flats: list[Tensor]) -> None:
     delivery.land(flats)
 
