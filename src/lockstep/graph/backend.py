@@ -68,9 +68,11 @@ class OverlapCompiler:
             self._announce(gm, inputs, slots, record)
             return self._split(gm, inputs, slots, **options)
         if compile_graph is None:
+            backend, _ = torch_private.unwrap_backend(self._backend)
             raise ValueError(
                 "overlap='graph' needs a backend that traces the backward (inductor, aot_eager, or one made by "
-                f"aot_autograd), and {self._backend!r} is not known to. Leave overlap out, or set it to 'split'."
+                f"aot_autograd), and {getattr(backend, '__qualname__', backend)} is not known to. Leave overlap out, "
+                "or set it to 'split'."
             )
         if not slots:
             return self._compile_as_it_is(gm, inputs, self._announce(gm, inputs, slots, record), **options)
