@@ -182,8 +182,6 @@ class EagerBackward:
 
     def _on_gradient(self, slot: Slot, _: Tensor) -> None:
         """The hook: runs once per parameter and backward, so it does as little as it can."""
-        if torch.compiler.is_compiling():
-            raise RuntimeError(errors.COMPILED_AUTOGRAD)
         slot.dirty = True
         if not self._pass_running:
             self.begin_pass()
@@ -206,6 +204,8 @@ class EagerBackward:
         """The first gradient of a pass has come, from a hook or from a compiled graph."""
         if self._pass_running:
             return
+        if torch.compiler.is_compiling():
+            raise RuntimeError(errors.COMPILED_AUTOGRAD)
         self._pass_running = True
         if not self._callback_queued:
             self._callback_queued = True
@@ -242,11 +242,11 @@ class EagerBackward:
         try:
             if self.static_graph and not self._fired_for_the_last_time(slot):
                 return
-            if slot.bucket.is_delivered:
+            bucket = slot.bucket
+            if bucket.is_delivered:
                 return  # looked at when the pass ends
-            if slot.bucket.probe is not None:
+            if bucket.probe is not None:
                 self.deliveries.check_probe(slot)
-            if slot.kept_grad is not None:
                 self.deliveries.put_back(slot)
             if self.continues:
                 if not slot.ready:
