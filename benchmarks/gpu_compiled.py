@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpu_timing import BATCH, CONTEXT, NUM_SYMBOLS, _prepare, gpt2
+from gpu_timing import BATCH, CONTEXT, NUM_SYMBOLS, Trainer, _prepare, gpt2
 from models import GPT, give_own_code
 from subjects import TorchDDP, lockstep_ddp
 from timing import interleave
@@ -82,7 +82,7 @@ def plan_for_link(module: nn.Module) -> Any:
     return choose_caps(specs, pace, link, launch_seconds=LAUNCH_SECONDS).plan
 
 
-class CompiledTrainer:
+class CompiledTrainer(Trainer):
     def __init__(
         self, wrapper: str, mode: str | None, link: bool, num_steps: int, options: dict[str, Any] | None = None
     ) -> None:
@@ -103,21 +103,7 @@ class CompiledTrainer:
     def step(self) -> None:
         if self.mode is not None:
             torch.compiler.cudagraph_mark_step_begin()
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = self.model(self.batch)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def seconds_per_step(self) -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        begin.record()
-        for _ in range(self.num_steps):
-            self.step()
-        end.record()
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1000 / self.num_steps
+        super().step()
 
 
 def step_times(subjects: dict[str, dict[str, Any]], num_rounds: int, num_steps: int) -> dict[str, Any]:

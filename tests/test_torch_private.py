@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,7 @@ from lockstep import torch_private as private
 SOURCE = Path(private.__file__)
 
 
-@pytest.fixture(autouse=True)
-def world_of_one(tmp_path):
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=20))
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 def check_TorchDDP() -> None:
@@ -62,13 +56,6 @@ def check_gradient_positions() -> None:
 
 
 check_plain_inputs = check_gradient_positions
-
-
-def check_fake_mode_of() -> None:
-    graph = _joint_graph(torch.nn.Linear(3, 2), torch.ones(1, 3))
-    value = next(iter(private.plain_inputs(graph).values())).meta["val"]
-    with private.fake_mode_of([value]):
-        assert type(torch.empty(3)) is not torch.Tensor
 
 
 def check_copy_node_origin() -> None:
@@ -320,15 +307,6 @@ def check_foreach_mul() -> None:
 def check_gradient_accumulator() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     assert private.gradient_accumulator(parameter).variable is parameter
-
-
-def check_gradient_hooks() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    assert private.gradient_hooks(parameter) == []
-    handle = parameter.register_post_accumulate_grad_hook(print)
-    assert private.gradient_hooks(parameter) == [print]
-    handle.remove()
-    assert private.gradient_hooks(parameter) == []
 
 
 def check_in_backward() -> None:

@@ -50,14 +50,12 @@ __all__ = [
     "exits_autocast",
     "fake_copy",
     "fake_mode_for",
-    "fake_mode_of",
     "fake_tensor",
     "flatten_dense",
     "foreach_add",
     "foreach_copy",
     "foreach_mul",
     "gradient_accumulator",
-    "gradient_hooks",
     "gradient_positions",
     "graph_input_name",
     "graph_pass",
@@ -177,12 +175,6 @@ def leave_frame_to_python(function: Callable[..., Any]) -> Callable[..., Any]:
 
     skip_code(function.__code__)
     return function
-
-
-def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
-    """The hooks that run after a gradient was accumulated, of whoever; torch offers no way to list them."""
-    hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-    return list(hooks.values()) if hooks else []
 
 
 def only_hooks_are_ours(parameters: Iterable[torch.Tensor]) -> bool:
@@ -452,15 +444,6 @@ def plain_inputs(graph: Any) -> dict[int, Any]:
         for node in graph.find_nodes(op="placeholder")
         if isinstance(node.meta.get("desc"), PlainAOTInput)
     }
-
-
-def fake_mode_of(values: Any) -> AbstractContextManager[Any]:
-    """The mode under which these fake tensors were made."""
-    from torch._guards import detect_fake_mode
-
-    mode = detect_fake_mode(values)
-    assert mode is not None, "graph nodes carry fake tensors"
-    return mode
 
 
 def copy_node_origin(source: Any, target: Any) -> None:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import lockstep
@@ -20,14 +16,7 @@ from lockstep import errors
 ONE_EACH = 1e-5  # MiB: every parameter is a bucket
 
 
-@pytest.fixture(autouse=True)
-def world_of_one(tmp_path: Path) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=20))
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 def two_layers() -> nn.Sequential:

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 import lockstep
 from lockstep.graph import ops
 from lockstep.graph.backend import graph_compiler, lockstep_backend
 
-
-@pytest.fixture(autouse=True)
-def world_of_one(tmp_path: Path) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=20))
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 def model() -> nn.Sequential:

@@ -211,9 +211,11 @@ def flatten_gradient(gradient: Tensor | None, slot: Slot, like: Tensor) -> Tenso
     gradient = local_tensor(gradient).detach()
     if gradient.dtype != like.dtype:
         gradient = gradient.to(like.dtype)
-    if slot.is_dense_row_major:
-        return gradient.reshape(-1)
-    if gradient.stride() != slot.stride:
-        ordered = torch.empty_strided(slot.shape, slot.stride, dtype=like.dtype, device=like.device)
-        gradient = ordered.copy_(gradient)
-    return gradient.as_strided((slot.num_elements,), (1,))
+    return gradient.reshape(-1) if slot.is_dense_row_major else in_memory_order(gradient, slot.shape, slot.stride)
+
+
+def in_memory_order(gradient: Tensor, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """A gradient as one row, in the order of a dense tensor of this shape and stride."""
+    if gradient.stride() != tuple(stride):
+        gradient = torch.empty_strided(shape, stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+    return gradient.as_strided((gradient.numel(),), (1,))

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from lockstep import errors, torch_private
-from lockstep.engine.bucket import LiveBucket, Slot
+from lockstep.engine.bucket import LiveBucket, Slot, in_memory_order
 from lockstep.engine.reducer import GradOwnership
 
 if TYPE_CHECKING:
@@ -53,10 +53,15 @@ _HARDER = 64
 
 
 def register(backward: EagerBackward) -> None:
+    """Look after these parameters from now on.
+
+    Where another wrapper does too (a wrapped module inside a wrapped module), neither may let ``.grad`` point at memory
+    that is being reduced, since the other one still has to read it.
+    """
     reference = weakref.ref(backward)
     for slot in backward.reducer.slots:
         entries = _slots.setdefault(id(slot.parameter), [])
-        for other in entries:  # a wrapper inside a wrapper: see engine/managers.py
+        for other in entries:
             its = other[0]()
             if its is not None and its.is_attached:
                 its.reducer.shares_parameters = backward.reducer.shares_parameters = True
@@ -107,18 +112,9 @@ def land(flats: Sequence[Tensor]) -> None:
 
 def pack(grads: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
     """One flat buffer with each gradient in its parameter's memory order."""
-    return torch.cat([in_memory_order(g, p) for g, p in zip(grads, parameters, strict=True)])
-
-
-def in_memory_order(gradient: Tensor, parameter: Tensor) -> Tensor:
-    gradient = gradient.to(parameter.dtype)
-    if parameter.is_contiguous():
-        return gradient.reshape(-1)
-    if gradient.stride() != parameter.stride():
-        gradient = torch.empty_strided(
-            parameter.shape, parameter.stride(), dtype=gradient.dtype, device=gradient.device
-        ).copy_(gradient)
-    return gradient.as_strided((parameter.numel(),), (1,))
+    return torch.cat(
+        [in_memory_order(g.to(p.dtype), p.shape, p.stride()) for g, p in zip(grads, parameters, strict=True)]
+    )
 
 
 class Deliveries:

@@ -34,7 +34,6 @@ from torch.autograd.profiler import record_function
 from lockstep import errors, torch_private
 from lockstep.engine.bucket import LiveBucket, Slot
 from lockstep.engine.delivery import Deliveries, register, unregister
-from lockstep.engine.managers import find_shared
 from lockstep.engine.reducer import Reducer
 from lockstep.engine.used import find_tensors, parameters_reached_from
 from lockstep.engine.window import SyncWindow
@@ -94,7 +93,6 @@ class EagerBackward:
         """Put the hooks on.  They sit on the parameter, so they survive ``.data`` and device changes."""
         self.detach()
         self.reducer.shares_parameters = False
-        find_shared(self.reducer, [slot.parameter for slot in self.reducer.slots])
         self._is_multi_device = len({slot.parameter.device for slot in self.reducer.slots}) > 1
         self._slot_by_id = {id(slot.parameter): slot for slot in self.reducer.slots}
         for slot in self.reducer.slots:

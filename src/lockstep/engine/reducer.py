@@ -86,7 +86,7 @@ class Reducer(ReducerTorchNames):
         self.divisor: float | None = None
         self.sparse_metadata: dict[str, Tensor] = {}
         self.num_buckets_reduced = 0
-        self.shares_parameters = False  # with another wrapper, see engine/managers.py
+        self.shares_parameters = False  # with another wrapper, see engine/delivery.py
         self.use_plan(plan, slots)
         self.use_process_group(process_group)
 

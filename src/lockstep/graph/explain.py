@@ -33,7 +33,7 @@ class LaunchFacts:
 
 
 @dataclass(frozen=True)
-class GraphFacts:
+class CompiledGraph:
     region: str
     strategy: str
     num_backward_nodes: int
@@ -44,7 +44,7 @@ class GraphFacts:
 class Explanation:
     """Printed by ``lockstep.explain``; the fields are for programs."""
 
-    graphs: tuple[GraphFacts, ...]
+    graphs: tuple[CompiledGraph, ...]
     left_to_hooks: dict[str, str] = field(default_factory=dict)  # parameter name -> why
     never_ran: tuple[str, ...] = ()
     predicted_exposed_seconds: float | None = None
@@ -93,7 +93,7 @@ def explain_graphs(
     records: Sequence[GraphRecord], reducer: Reducer, module: nn.Module, measured_exposed: float | None
 ) -> Explanation:
     buckets = reducer.buckets
-    graphs = tuple(_facts_of(record, buckets) for record in records)
+    graphs = tuple(_described(record, buckets) for record in records)
     graphs += tuple(_shared_graphs(graphs, buckets))
     launched = {name for graph in graphs for launch in graph.launches if launch.delivers for name in launch.names}
     reasons: dict[str, str] = {}
@@ -115,7 +115,7 @@ def explain_graphs(
     )
 
 
-def _facts_of(record: GraphRecord, buckets: Sequence[LiveBucket]) -> GraphFacts:
+def _described(record: GraphRecord, buckets: Sequence[LiveBucket]) -> CompiledGraph:
     fractions = {placement.group.bucket: placement.fraction for placement in record.placements}
     launches = []
     for group in record.groups:
@@ -131,10 +131,10 @@ def _facts_of(record: GraphRecord, buckets: Sequence[LiveBucket]) -> GraphFacts:
                 "the plan has changed since" if bucket is None else bucket.left_because,
             )
         )
-    return GraphFacts(record.region, record.strategy, record.num_backward_nodes, tuple(launches))
+    return CompiledGraph(record.region, record.strategy, record.num_backward_nodes, tuple(launches))
 
 
-def _shared_graphs(graphs: Sequence[GraphFacts], buckets: Sequence[LiveBucket]) -> Iterator[GraphFacts]:
+def _shared_graphs(graphs: Sequence[CompiledGraph], buckets: Sequence[LiveBucket]) -> Iterator[CompiledGraph]:
     """Buckets that come from graphs which were compiled for another module of the same kind."""
     known = {launch.names for graph in graphs for launch in graph.launches}
     launches = tuple(
@@ -143,7 +143,7 @@ def _shared_graphs(graphs: Sequence[GraphFacts], buckets: Sequence[LiveBucket]) 
         if bucket.comes_from_graph and bucket.spec.names not in known
     )
     if launches:
-        yield GraphFacts("compiled for another module of the same kind", "graph", 0, launches)
+        yield CompiledGraph("compiled for another module of the same kind", "graph", 0, launches)
 
 
 def _why(records: Sequence[GraphRecord]) -> str:

@@ -134,7 +134,7 @@ def _why_not(
 
 def _fake_flat(parameters: Sequence[fx.Node]) -> Tensor:
     values = [node.meta["val"] for node in parameters]
-    with torch_private.fake_mode_of(values):
+    with torch_private.fake_mode_for(values):
         return torch.empty(sum(v.numel() for v in values), dtype=values[0].dtype, device=values[0].device)
 
 
