@@ -280,6 +280,15 @@ def check_dtensor_like() -> None:
     assert made.to_local().tolist() == [1.0, 1.0]
 
 
+def check_alias() -> None:
+    flat = torch.arange(6.0)
+    part = private.alias(flat, (2, 2), (1, 2), 1)
+    assert part.tolist() == [[1.0, 3.0], [2.0, 4.0]]
+    part.zero_()
+    assert flat.tolist() == [0.0, 0.0, 0.0, 0.0, 0.0, 5.0]  # the same memory
+    assert not part._is_view()
+
+
 def check_flatten_dense() -> None:
     assert private.flatten_dense([torch.ones(2, 2), torch.zeros(1)]).tolist() == [1.0] * 4 + [0.0]
 
@@ -572,6 +581,7 @@ def test_every_name_has_a_reason() -> None:
         "MixedPrecision",
         "RecordFunction",
         "TorchDDP",
+        "alias",
         "cast_forward_inputs",
         "default_group",
         "default_store",

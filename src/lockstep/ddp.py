@@ -36,7 +36,8 @@ from lockstep.engine.join import MirrorHook
 from lockstep.engine.mixed_precision import MixedPrecisionParameters
 from lockstep.engine.module_state import broadcast_tensors, sync_module_states
 from lockstep.engine.optimizer_in_backward import take_over_optimizers
-from lockstep.engine.reducer import GradOwnership, Reducer
+from lockstep.engine.packing import GradOwnership
+from lockstep.engine.reducer import Reducer
 from lockstep.graph.backend import STRATEGIES, OverlapCompiler
 from lockstep.observe.logging_data import LoggingData
 from lockstep.observe.timeline import Timeline, now

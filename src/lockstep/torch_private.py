@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ __all__ = [
     "MixedPrecision",
     "RecordFunction",
     "TorchDDP",
+    "alias",
     "all_reduce",
     "aot_backend",
     "aot_backend_parts",
@@ -117,6 +119,10 @@ foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = torch._f
 foreach_mul: Callable[[list[torch.Tensor], float], Any] = torch._foreach_mul_
 foreach_add: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = torch._foreach_add_
 
+# Another tensor on the memory of one (with sizes, strides, and an offset to its own), which autograd does not know as a
+# view of it; so methods such as detach_() work on it. As cheap as it gets: it is made for every gradient in every step.
+alias: Callable[[torch.Tensor, Any, Any, int], torch.Tensor] = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]
+
 # All tensors as one flat copy, and a flat tensor as views in given shapes: one call each instead of one per tensor.
 flatten_dense: Callable[[list[torch.Tensor]], torch.Tensor] = torch._C._nn.flatten_dense_tensors
 unflatten_dense: Callable[[torch.Tensor, list[torch.Tensor]], list[torch.Tensor]] = torch._C._nn.unflatten_dense_tensors
@@ -177,15 +183,15 @@ def leave_frame_to_python(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def only_hooks_are_ours(parameters: Iterable[torch.Tensor]) -> bool:
+def only_hooks_are_ours(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether nobody but one hook after accumulation looks at these parameters' gradients on their way."""
-    for parameter in parameters:
-        if parameter._backward_hooks:
-            return False
-        after = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-        if after is None or len(after) != 1:
-            return False
-    return True
+    if any(map(_hooks_before, parameters)):
+        return False
+    return all(after is not None and len(after) == 1 for after in map(_hooks_after, parameters))
+
+
+_hooks_before = attrgetter("_backward_hooks")
+_hooks_after = attrgetter("_post_accumulate_grad_hooks")
 
 
 def engine_will_run(node: Any) -> bool:

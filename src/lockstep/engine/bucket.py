@@ -87,11 +87,13 @@ class LiveBucket:
         "flight",
         "gradients",
         "has_divided",
+        "has_kept",
         "is_delivered",
         "is_recorded",
         "is_sparse",
         "launch_name",
         "launched_ns",
+        "layout",
         "left_because",
         "num_adopted",
         "num_clean_needed",
@@ -101,7 +103,6 @@ class LiveBucket:
         "parameters",
         "persistent",
         "probe",
-        "sizes",
         "skipped",
         "slots",
         "spare",
@@ -115,7 +116,6 @@ class LiveBucket:
         self.spec = spec
         self.slots = list(slots)
         self.is_sparse = spec.sparse
-        self.sizes = [slot.num_elements for slot in slots]
         for slot, offset in zip(slots, spec.offsets, strict=True):
             slot.bucket = self
             slot.offset = offset
@@ -125,12 +125,13 @@ class LiveBucket:
                 and not slot.is_dtensor
                 and slot.num_elements * slot.parameter.element_size() >= STAGE_BYTES
             )
+        self.layout = [(tuple(slot.shape), tuple(slot.stride), slot.offset) for slot in slots]
         # The same words in traces as in the code and the reports.
         self.launch_name = f"lockstep::launch bucket {spec.index}"
         self.collect_name = f"lockstep::collect bucket {spec.index}"
         self.parameters: list[Tensor] = [local_tensor(slot.parameter) for slot in slots]
         self.parameter_ids = [id(slot.parameter) for slot in slots]
-        # The usual case, for which one call packs and one makes all views.
+        # The usual case, for which one call packs.
         self.all_row_major = all(
             slot.is_dense_row_major and slot.num_elements and not slot.is_dtensor for slot in slots
         )
@@ -147,6 +148,7 @@ class LiveBucket:
         self.launched_ns = 0
         self.was_sent = False
         self.has_divided = False
+        self.has_kept = False  # slots hold what lay in .grad before
         # Of buckets that a compiled graph delivers, see engine/delivery.py.
         self.is_delivered = False
         self.is_recorded = False
@@ -166,6 +168,7 @@ class LiveBucket:
                 slot.is_divided = False
         self.gradients = []
         self.num_adopted = 0
+        self.has_kept = False
         self.is_delivered = self.was_sent = False
 
     @property
@@ -174,13 +177,7 @@ class LiveBucket:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each parameter's part of ``flat``, in the parameter's own shape and memory order."""
-        if self.all_row_major:
-            return torch_private.unflatten_dense(flat, self.parameters)
-        pieces = flat.split(self.sizes) if len(self.sizes) > 1 else (flat,)
-        return [
-            piece.view(slot.shape) if slot.is_dense_row_major else piece.as_strided(slot.shape, slot.stride)
-            for piece, slot in zip(pieces, self.slots, strict=True)
-        ]
+        return [torch_private.alias(flat, shape, stride, offset) for shape, stride, offset in self.layout]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Gradients that a compiled backward delivers bucket by bucket, before autograd hands them to ``.grad``.
 
-    deliver(grads, parameters) -> flat     pack the bucket, start its collective; or only pack it (see below)
-    land(flats)                            at the end of a graph: wait for what it launched
+    deliver(grads, parameters) -> results  pack the bucket, start its collective; or only pack it (see below)
+    land(firsts)                           at the end of a graph: wait for what it launched
 
-[Note: delivered and accumulated]  ``deliver`` returns the flat buffer, the graph's outputs are views of it, and
+[Note: delivered and accumulated]  ``deliver`` returns the parts of the flat buffer, which are the graph's outputs, and
 autograd puts them into ``.grad`` without a copy; so the hook on each parameter still runs, and is the proof that the
 gradient came.  Buckets leave in plan order, whoever completes them, so that a rank whose graph differs (or that runs
 eagerly) still issues the same collectives as the others.
@@ -29,6 +29,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,10 +38,12 @@ from torch import Tensor
 
 from lockstep import errors, torch_private
 from lockstep.engine.bucket import LiveBucket, Slot, in_memory_order
-from lockstep.engine.reducer import GradOwnership
+from lockstep.engine.packing import GradOwnership
 
 if TYPE_CHECKING:
     from lockstep.engine.eager import EagerBackward
+
+_dtype_of, _grad_of = attrgetter("dtype"), attrgetter("grad")
 
 # Who looks after a parameter. A slot keeps its parameter alive, so an id in here is never another parameter's.
 _slots: dict[int, list[tuple[weakref.ref[EagerBackward], Slot]]] = {}
@@ -85,36 +89,38 @@ def slot_of(parameter: Tensor) -> tuple[EagerBackward, Slot] | None:
     return None
 
 
-def deliver(grads: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
-    """The operator ``launch``: one buffer with these gradients, on its way if they are a bucket that may leave."""
+def deliver(grads: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The operator ``launch``: these gradients in one buffer, on its way if they are a bucket that may leave."""
     found = slot_of(parameters[0])
-    if found is not None:
-        backward, slot = found
-        bucket = slot.bucket
-        if list(map(id, parameters)) == bucket.parameter_ids:
-            flat = backward.deliveries.take(bucket, grads)
-            if flat is not None:
-                return flat
-        flat = pack(grads, parameters)
-        backward.deliveries.note_passed(flat)
-        return flat
-    return pack(grads, parameters)
+    if found is None:
+        return pack(grads, parameters)
+    backward, slot = found
+    if list(map(id, parameters)) == slot.bucket.parameter_ids:
+        results = backward.deliveries.take(slot.bucket, grads)
+        if results is not None:
+            return results
+    results = pack(grads, parameters)
+    backward.deliveries.note_passed(results[0])
+    return results
 
 
-def land(flats: Sequence[Tensor]) -> None:
+def land(firsts: Sequence[Tensor]) -> None:
     """The operator ``collect``: the end of a graph."""
-    for flat in flats:
-        entry = _travelling.pop(flat.data_ptr(), None)
+    for first in firsts:
+        entry = _travelling.pop(first.data_ptr(), None)
         backward = entry[0]() if entry is not None else None
         if entry is not None and backward is not None:
             backward.deliveries.end_of_graph(entry[1])
 
 
-def pack(grads: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
-    """One flat buffer with each gradient in its parameter's memory order."""
-    return torch.cat(
-        [in_memory_order(g.to(p.dtype), p.shape, p.stride()) for g, p in zip(grads, parameters, strict=True)]
-    )
+def pack(grads: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients side by side in one buffer, each in its parameter's memory order."""
+    pieces = [in_memory_order(g.to(p.dtype), p.shape, p.stride()) for g, p in zip(grads, parameters, strict=True)]
+    flat = torch.cat(pieces)
+    ends = accumulate(p.numel() for p in parameters)
+    return [
+        torch_private.alias(flat, p.shape, p.stride(), end - p.numel()) for p, end in zip(parameters, ends, strict=True)
+    ]
 
 
 class Deliveries:
@@ -137,7 +143,7 @@ class Deliveries:
 
     # ---------------------------------------------------------------- from the graph
 
-    def take(self, bucket: LiveBucket, grads: Sequence[Tensor]) -> Tensor | None:
+    def take(self, bucket: LiveBucket, grads: Sequence[Tensor]) -> list[Tensor] | None:
         """Pack ``bucket``, and launch it if it may; None to leave it to the hooks, see [Note: passing through]."""
         backward = self._backward
         with backward.lock:
@@ -181,8 +187,8 @@ class Deliveries:
         if backward.in_dist_autograd:
             return "distributed autograd keeps gradients elsewhere"
         dtype = bucket.parameters[0].dtype
-        for gradient in grads:
-            if gradient.dtype is not dtype and not (gradient.is_floating_point() and dtype is torch.float32):
+        for other in set(map(_dtype_of, grads)) - {dtype}:
+            if not (other.is_floating_point and dtype is torch.float32):
                 return "its gradient has another dtype"
         if accumulated is not None:
             if not _can_fold(accumulated, dtype):
@@ -195,33 +201,35 @@ class Deliveries:
 
     def _watch_for_additions(
         self, bucket: LiveBucket, grads: Sequence[Tensor], accumulated: list[Tensor | None] | None
-    ) -> Tensor:
+    ) -> list[Tensor]:
         """See [Note: probation]."""
         bucket.left_because = "it is not yet known to come from the graph alone"
-        flat = self._pack(bucket, grads, accumulated, leaves_now=False)
-        bucket.flat = None
+        results = self._pack(bucket, grads, accumulated, leaves_now=False)
         # Held until the window closes: autograd adds in place to memory that nobody else holds, and nothing would show.
-        bucket.probe = flat
-        self.note_passed(flat)
+        bucket.probe, bucket.flat = bucket.flat, None
+        self.note_passed(results[0])
         bucket.came_clean = True
         self.count_by_hooks(bucket)
-        return flat.view(-1)  # see ``_take``
+        return results
 
-    def _take(self, bucket: LiveBucket, grads: Sequence[Tensor], accumulated: list[Tensor | None] | None) -> Tensor:
+    def _take(
+        self, bucket: LiveBucket, grads: Sequence[Tensor], accumulated: list[Tensor | None] | None
+    ) -> list[Tensor]:
         backward = self._backward
         window = backward.window
         window.note_bucket_ready(bucket)
-        flat = self._pack(bucket, grads, accumulated, leaves_now=window.is_next(bucket))
+        results = self._pack(bucket, grads, accumulated, leaves_now=window.is_next(bucket))
+        assert bucket.flat is not None
+        address = bucket.flat.data_ptr()
         if accumulated is not None or backward.needs_every_hook:
             for slot in bucket.slots:
                 slot.dirty = True
         bucket.is_delivered = bucket.comes_from_graph = True
         self._delivered.append(bucket)
         window.launch_complete()
-        if flat.numel():
-            _travelling[flat.data_ptr()] = (self._backward_ref, bucket)
-        # Another tensor than the reducer's own: autograd keeps what nobody else holds, and copies the rest.
-        return flat.view(-1)
+        if bucket.spec.num_elements:
+            _travelling[address] = (self._backward_ref, bucket)
+        return results
 
     def _pack(
         self,
@@ -230,14 +238,15 @@ class Deliveries:
         accumulated: list[Tensor | None] | None,
         *,
         leaves_now: bool,
-    ) -> Tensor:
-        flat = self._backward.reducer.pack_delivered(bucket, grads, accumulated, leaves_now=leaves_now)
+    ) -> list[Tensor]:
+        results = self._backward.reducer.pack_delivered(bucket, grads, accumulated, leaves_now=leaves_now)
         if accumulated is not None:
             # Folded in; autograd must not add it a second time. The tensor itself comes back in ``put_back``.
+            bucket.has_kept = True
             for slot, gradient in zip(bucket.slots, accumulated, strict=True):
                 slot.kept_grad = gradient
                 slot.parameter.grad = None
-        return flat
+        return results
 
     def end_of_graph(self, bucket: LiveBucket) -> None:
         """The graph is about to hand its gradients to autograd: the last chance to wait before something is added.
@@ -254,16 +263,16 @@ class Deliveries:
                 backward.tell_peers(error)
                 raise
 
-    def note_passed(self, flat: Tensor) -> None:
-        """This buffer was handed out; where .grad is to have memory of its own, it must not stay in it."""
+    def note_passed(self, result: Tensor) -> None:
+        """The buffer with this in it was handed out; where .grad is to have memory of its own, it must not stay."""
         if self._backward.reducer.ownership is GradOwnership.OWN:
-            self._passed.append(flat)
+            self._passed.append(result.detach())  # a tensor of its own: autograd copies what others hold
 
     def leave_passed(self) -> None:
         """At the end of a pass: give every .grad that lies in a buffer that was handed out memory of its own."""
         if not self._passed:
             return
-        homes = {flat.untyped_storage().data_ptr() for flat in self._passed}
+        homes = {passed.untyped_storage().data_ptr() for passed in self._passed}
         for slot in self._backward.reducer.slots:
             gradient = slot.parameter.grad
             if gradient is not None and gradient.untyped_storage().data_ptr() in homes:
@@ -327,24 +336,33 @@ class Deliveries:
         owns = self._backward.reducer.ownership is GradOwnership.OWN  # then the result is copied, once it is there
         for bucket in delivered:
             assert bucket.flat is not None
-            base, itemsize = bucket.flat.data_ptr(), bucket.flat.element_size()
             bucket.came_clean = True
-            for slot, parameter in zip(bucket.slots, bucket.parameters, strict=True):
-                gradient = parameter.grad
-                if gradient is None:
-                    raise errors.unfinished_reduction(
-                        [slot.place],
-                        rank=self._backward.reducer.rank,
-                        num_parameters=len(self._backward.reducer.slots),
-                        finds_unused=self._backward.finds_unused,
-                        static_graph=self._backward.static_graph,
-                    )
-                if gradient.data_ptr() != base + slot.offset * itemsize and slot.num_elements:
-                    self._note_addition(bucket, slot)
-                if slot.kept_grad is not None and not owns:
+            base, itemsize = bucket.flat.data_ptr(), bucket.flat.element_size()
+            expected = [base + offset * itemsize for offset in bucket.spec.offsets]
+            gradients = list(map(_grad_of, bucket.parameters))
+            if _addresses(gradients) != expected:
+                self._look_for_additions(bucket, gradients, expected)
+            if bucket.has_kept and not owns:
+                for slot in bucket.slots:
                     self.put_back(slot)
-                if stays_open:
+            if stays_open:
+                for slot in bucket.slots:
                     slot.dirty = True
+
+    def _look_for_additions(
+        self, bucket: LiveBucket, gradients: Sequence[Tensor | None], expected: Sequence[int]
+    ) -> None:
+        for slot, gradient, address in zip(bucket.slots, gradients, expected, strict=True):
+            if gradient is None:
+                raise errors.unfinished_reduction(
+                    [slot.place],
+                    rank=self._backward.reducer.rank,
+                    num_parameters=len(self._backward.reducer.slots),
+                    finds_unused=self._backward.finds_unused,
+                    static_graph=self._backward.static_graph,
+                )
+            if slot.num_elements and gradient.data_ptr() != address:
+                self._note_addition(bucket, slot)
 
     def _note_addition(self, bucket: LiveBucket, slot: Slot) -> None:
         """See [Note: an addition that comes later]."""
@@ -447,8 +465,15 @@ class Deliveries:
 
 def _accumulated(bucket: LiveBucket) -> list[Tensor | None] | None:
     """What lies in .grad of each parameter; None if nothing does."""
-    found = [parameter.grad for parameter in bucket.parameters]
-    return None if found.count(None) == len(found) else found
+    found = list(map(_grad_of, bucket.parameters))
+    return None if set(map(type, found)) == {type(None)} else found
+
+
+def _addresses(gradients: Sequence[Tensor | None]) -> list[int] | None:
+    try:
+        return list(map(Tensor.data_ptr, gradients))  # type: ignore[arg-type]
+    except TypeError:  # one of them is None
+        return None
 
 
 def _can_fold(accumulated: Sequence[Tensor | None], dtype: torch.dtype) -> bool:

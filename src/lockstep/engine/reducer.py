@@ -7,21 +7,11 @@ a compiled backward.  What the two do with comm hooks, averaging, dtypes and spa
     launch(bucket, gradients) -> flat      pack, start
     collect(bucket)           -> flat      wait, finish
     write_back(bucket, ...)                .grad of each parameter
-
-[Note: who owns .grad]  Three ways, chosen by ``gradient_as_bucket_view``:
-  ``ALIAS`` (None, the default)  .grad points into a flat buffer that belongs to this window.  No copy back; a
-      reference to an old .grad stays valid, because a buffer that anything still lies in is never written again.  On
-      a GPU the gradients of a window that was zeroed to None cost no memory while the next forward runs; on the CPU
-      the buffer is kept and used again once it is free.
-  ``PERSISTENT`` (True)  .grad points into a buffer that is kept, so addresses never change.
-  ``OWN`` (False)  .grad keeps its own memory and the result is copied into it.
-In all three the tensor object in .grad survives: only what it points at changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -32,9 +22,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default
 
 from lockstep import errors, torch_private
 from lockstep.agree.watch import Watch
-from lockstep.engine.bucket import LiveBucket, Slot, flatten_gradient, local_tensor
+from lockstep.engine.bucket import LiveBucket, Slot, local_tensor
 from lockstep.engine.flight import Flight, HookFlight, NoFlight, WorkFlight, blocks_host
 from lockstep.engine.grad_bucket import GradBucket
+from lockstep.engine.packing import GradOwnership, Packing
 from lockstep.engine.reducer_torch_names import ReducerTorchNames
 from lockstep.engine.sparse import pack_sparse, start_sparse
 from lockstep.observe.timeline import Timeline, now
@@ -52,15 +43,7 @@ _ONE_COLLECTIVE = (
 )
 
 
-class GradOwnership(Enum):
-    """See [Note: who owns .grad]."""
-
-    ALIAS = "alias"
-    PERSISTENT = "persistent"
-    OWN = "own"
-
-
-class Reducer(ReducerTorchNames):
+class Reducer(Packing, ReducerTorchNames):
     """Packs, sends, receives and hands back the gradients of one wrapped model."""
 
     def __init__(
@@ -152,59 +135,6 @@ class Reducer(ReducerTorchNames):
         self.num_buckets_reduced += 1
         self.timeline.record("pack", start, packed, bucket.index)
 
-    def pack_delivered(
-        self,
-        bucket: LiveBucket,
-        gradients: Sequence[Tensor],
-        accumulated: Sequence[Tensor | None] | None,
-        *,
-        leaves_now: bool,
-    ) -> Tensor:
-        """Pack gradients that a compiled graph delivers, and add what has accumulated in .grad to them, if any has.
-
-        Autograd runs compiled backwards without recording, so nothing here needs to turn it off.
-        """
-        like = bucket.parameters[0].detach()
-        is_mixed = {gradient.dtype for gradient in gradients} != {like.dtype}
-        divides = leaves_now and not is_mixed and self._factor != 1.0 and self._divides_first(like)
-        if accumulated is not None:
-            flat = self._pack_onto(bucket, gradients, accumulated, like)
-        elif like.device.type == "cpu" or self.ownership is GradOwnership.PERSISTENT or not bucket.all_row_major:
-            flat = self._buffer_for(bucket, like).view(-1)
-            views = bucket.views(flat)
-            if divides:  # on the way, as it costs nothing there
-                for gradient, view, slot in zip(gradients, views, bucket.slots, strict=True):
-                    torch.mul(gradient, self._factor, out=view)
-                    slot.is_divided = bucket.has_divided = True
-            else:
-                _copy_by_kind(views, gradients)
-        elif is_mixed:
-            flat = like.new_empty(bucket.spec.num_elements)
-            _copy_by_kind(bucket.views(flat), gradients)
-        else:
-            flat = torch_private.flatten_dense(list(gradients))
-            if len(gradients) == 1:  # a tensor that is alone comes back as a view
-                flat = flat.clone()
-        bucket.flat = flat
-        return flat
-
-    def _pack_onto(
-        self, bucket: LiveBucket, gradients: Sequence[Tensor], accumulated: Sequence[Tensor | None], like: Tensor
-    ) -> Tensor:
-        buffer = self._buffer_for(bucket, like)
-        home = buffer.untyped_storage().data_ptr()
-        # What lies in the buffer itself (gradients that were kept, zeroed or not) is read before it is written.
-        aside = list(accumulated)
-        for position, (slot, value) in enumerate(zip(bucket.slots, accumulated, strict=True)):
-            if value is not None and value.untyped_storage().data_ptr() == home:
-                aside[position] = slot.kept_value = value.clone()
-        flat = buffer.view(-1)
-        views = bucket.views(flat)
-        _copy_by_kind(views, gradients)
-        pairs = [(view, a) for view, a in zip(views, aside, strict=True) if a is not None]
-        torch_private.foreach_add([view for view, _ in pairs], [a for _, a in pairs])
-        return flat
-
     def send_delivered(self, bucket: LiveBucket) -> None:
         """Start the collective of a bucket that a compiled graph delivered."""
         assert bucket.flat is not None
@@ -227,128 +157,6 @@ class Reducer(ReducerTorchNames):
                 elif gradient is not None:
                     gradient.data = gradient.clone()
         bucket.clear()
-
-    def stage(self, slot: Slot, gradient: Tensor | None) -> None:
-        """Move a large gradient into its place in the flat buffer before the bucket is complete (see STAGE_BYTES)."""
-        if gradient is None or gradient.requires_grad or self.ownership is GradOwnership.OWN or self.shares_parameters:
-            return
-        like = self._travels_like(slot)
-        num_bytes = slot.num_elements * gradient.element_size()
-        if gradient.dtype is not like.dtype or gradient.untyped_storage().nbytes() > num_bytes:
-            return  # the second: it lies in a flat buffer already, since it was zeroed in place
-        bucket = slot.bucket
-        with torch.no_grad():
-            if bucket.staging is None:
-                bucket.staging = self._buffer_for(bucket, like)
-            piece = bucket.staging.narrow(0, slot.offset, slot.num_elements)
-            view = piece.view(slot.shape) if slot.is_dense_row_major else piece.as_strided(slot.shape, slot.stride)
-            if self._divides_first(view):
-                torch.mul(gradient, self._factor, out=view)
-                slot.is_divided = bucket.has_divided = True
-            else:
-                view.copy_(gradient)
-            gradient.data = view
-
-    def unstage(self, bucket: LiveBucket) -> None:
-        """The bucket does not leave in this pass after all: undo the division, since a later pass may add to it."""
-        for slot in bucket.slots:
-            if slot.is_divided and slot.parameter.grad is not None:
-                slot.parameter.grad.div_(self._factor)
-            slot.is_divided = False
-        bucket.staging = None
-
-    def _buffer_for(self, bucket: LiveBucket, like: Tensor) -> Tensor:
-        if self.ownership is not GradOwnership.PERSISTENT:
-            if like.device.type != "cpu":
-                return like.new_empty(bucket.spec.num_elements)
-            # On the CPU a freed buffer leaves a hole in the heap; so the last one is kept, and used again if free.
-            spare = bucket.spare
-            if (
-                spare is None
-                or spare.dtype is not like.dtype
-                or spare.device != like.device
-                or torch_private.memory_owners(spare) > 1
-            ):
-                spare = bucket.spare = like.new_empty(bucket.spec.num_elements)
-            return spare
-        kept = bucket.persistent
-        if kept is None or kept.dtype is not like.dtype or kept.device != like.device:
-            kept = bucket.persistent = like.new_empty(bucket.spec.num_elements)
-        return kept
-
-    def _travels_like(self, slot: Slot) -> Tensor:
-        """A tensor of the dtype and on the device that this parameter's gradient travels in."""
-        like = local_tensor(slot.parameter)
-        if self.reduce_dtype is not None and like.is_floating_point():
-            like = like.new_empty(0, dtype=self.reduce_dtype)
-        return like
-
-    def _pack(self, bucket: LiveBucket) -> Tensor:
-        slots, gradients = bucket.slots, bucket.gradients
-        like = self._travels_like(slots[0])
-        bucket.num_adopted = 0
-        in_place = None if self.shares_parameters else self._already_flat(bucket, like)
-        if in_place is not None:
-            return in_place
-        if bucket.staging is not None:
-            return self._fill_staging(bucket, bucket.staging)
-        if bucket.all_row_major and self.ownership is not GradOwnership.PERSISTENT and _all_are(gradients, like.dtype):
-            flat = torch_private.flatten_dense(gradients)  # type: ignore[arg-type]
-            return flat.clone() if len(gradients) == 1 else flat  # a tensor that is alone comes back as a view
-        pieces = [flatten_gradient(g, slot, like) for g, slot in zip(gradients, slots, strict=True)]
-        if self.ownership is not GradOwnership.PERSISTENT:
-            return torch.cat(pieces)
-        buffer = self._buffer_for(bucket, like)
-        home = buffer.untyped_storage().data_ptr()
-        pieces = [p.clone() if p.untyped_storage().data_ptr() == home else p for p in pieces]
-        return torch.cat(pieces, out=buffer)
-
-    def _fill_staging(self, bucket: LiveBucket, staging: Tensor) -> Tensor:
-        """Copy in what was not staged one by one."""
-        sources: list[Tensor] = []
-        targets: list[Tensor] = []
-        for gradient, view in zip(bucket.gradients, bucket.views(staging), strict=True):
-            if gradient is None:
-                view.zero_()
-            elif gradient.data_ptr() != view.data_ptr():
-                sources.append(local_tensor(gradient).detach())
-                targets.append(view)
-        if sources:
-            torch_private.foreach_copy(targets, sources)
-        return staging.view(-1)  # a tensor of its own, so that whoever keeps it is counted as an owner
-
-    def _already_flat(self, bucket: LiveBucket, like: Tensor) -> Tensor | None:
-        """The gradients as they lie, where they already form this bucket's flat buffer: nothing to pack then.
-
-        True for gradients that were zeroed in place since the last window, and for a parameter that is alone.
-        """
-        first = bucket.gradients[0]
-        if first is None or first.requires_grad or bucket.slots[0].is_dtensor:
-            return None
-        base, itemsize, dtype = first.data_ptr(), like.element_size(), like.dtype
-        for slot, gradient in zip(bucket.slots, bucket.gradients, strict=True):
-            if (
-                gradient is None
-                or gradient.data_ptr() != base + slot.offset * itemsize
-                or gradient.dtype is not dtype
-                or gradient.stride() != slot.stride
-            ):
-                return None
-        num_elements = bucket.spec.num_elements
-        if self.ownership is GradOwnership.PERSISTENT:
-            if bucket.persistent is None or base != bucket.persistent.data_ptr():
-                return None
-        else:
-            # Nobody else may look: autograd hands out gradients that share memory with ones it still has to read.
-            owners = len(bucket.slots) + (bucket.spare is not None and bucket.spare.data_ptr() == base)
-            if torch_private.memory_owners(first) > owners:
-                return None
-            if len(bucket.slots) > 1:  # neighbours in memory may still be separate allocations
-                room = first.untyped_storage().nbytes() - first.storage_offset() * itemsize
-                if room < num_elements * itemsize:
-                    return None
-        bucket.num_adopted = len(bucket.slots)
-        return first.detach().as_strided((num_elements,), (1,))
 
     # ---------------------------------------------------------------- the collective itself
 
@@ -406,38 +214,6 @@ class Reducer(ReducerTorchNames):
         for bucket in self.buckets:
             if bucket.flight is not None:
                 self.collect(bucket)
-
-    @property
-    def _factor(self) -> float:
-        return 1.0 / (self.world if self.divisor is None else self.divisor)
-
-    def _divides_first(self, flat: Tensor) -> bool:
-        """Whether gradients are divided here and summed by the backend, instead of averaged by the backend.
-
-        The same on all ranks, since it must be the same operation.  gloo's mean is a sum and then a pass over the
-        buffer in its own thread; on the CPU the division costs nothing while gradients move into the flat buffer.
-        gloo's sum of fp16 gradients could also overflow.  A hook gets gradients undivided.
-        """
-        if self.comm_hook is not None:
-            return False
-        if self.divisor is not None or self.world == 1 or flat.is_complex():
-            return True
-        backend = self.backend(flat.device)
-        if backend == "gloo":
-            return flat.device.type == "cpu" or flat.dtype == torch.float16
-        return backend != "nccl"
-
-    def _divide(self, bucket: LiveBucket, flat: Tensor) -> None:
-        """Divide what was not divided while it was staged."""
-        factor = self._factor
-        if factor == 1.0:
-            return
-        undivided = [not slot.is_divided for slot in bucket.slots]
-        if all(undivided):
-            flat.mul_(factor)
-        elif any(undivided):
-            views = bucket.views(flat)
-            torch_private.foreach_mul([v for v, is_left in zip(views, undivided, strict=True) if is_left], factor)
 
     def _blocks_host(self, flat: Tensor) -> bool:
         return blocks_host(self.backend(flat.device))
@@ -557,18 +333,3 @@ class Reducer(ReducerTorchNames):
             # ``.data`` makes a tensor that shares memory without being an autograd view, so that in-place
             # methods such as detach_() work on it.
             parameter.grad = value.clone() if self.ownership is GradOwnership.OWN else value.data
-
-
-def _all_are(gradients: Sequence[Tensor | None], dtype: torch.dtype) -> bool:
-    return all(g is not None and g.dtype is dtype for g in gradients)
-
-
-def _copy_by_kind(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its target, those of one dtype and memory order by one kernel, as it takes no others."""
-    kinds: dict[tuple[torch.dtype, bool], tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        kind = kinds.setdefault((source.dtype, source.stride() == target.stride()), ([], []))
-        kind[0].append(target)
-        kind[1].append(source)
-    for some_targets, some_sources in kinds.values():
-        torch_private.foreach_copy(some_targets, some_sources)

@@ -46,7 +46,7 @@ class ReducerTorchNames:
         reducer: Any = self
         last = reducer.buckets[-1]
         return [
-            GradBucket(bucket, bucket.slots[0].parameter.new_zeros(sum(bucket.sizes)), is_last=bucket is last)
+            GradBucket(bucket, bucket.slots[0].parameter.new_zeros(bucket.spec.num_elements), is_last=bucket is last)
             for bucket in reducer.buckets
             if not bucket.spec.sparse
         ]

@@ -8,6 +8,7 @@ backward graph when the compiler has finished with it.
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,13 +27,11 @@ _GROUP_KEY = "lockstep_group"  # in the meta of a launch: which of the record's 
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter of a group: which input of the graph it is, and where its gradient lies in the flat buffer."""
+    """A parameter of a group, and which input of the graph it is."""
 
     name: str
     input_index: int
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def _own_code() -> bytes:
 
 
 def put_launches(graph: fx.Graph, record: GraphRecord) -> None:
-    """Let every group's gradients leave the joint graph as views of one launched buffer."""
+    """Let every group's gradients leave the joint graph as what a launch makes of them."""
     output = graph.output_node()
     gradient_positions = torch_private.gradient_positions(output)
     inputs = torch_private.plain_inputs(graph)
@@ -96,20 +95,18 @@ def put_launches(graph: fx.Graph, record: GraphRecord) -> None:
         parameters = [inputs[m.input_index] for m in group.members]
         last = max([*gradients, *parameters], key=order.__getitem__)
         with graph.inserting_after(last):
-            flat = graph.call_function(ops.launch, (gradients, parameters))
-        flat.meta["val"] = _fake_flat(parameters)
-        before = flat
-        for member, gradient in zip(group.members, computed, strict=True):
+            launch = graph.call_function(ops.launch, (gradients, parameters))
+        launch.meta["val"] = _fake_results(parameters)
+        before = launch
+        for index, (member, gradient) in enumerate(zip(group.members, computed, strict=True)):
             with graph.inserting_after(before):
-                view = graph.call_function(
-                    torch.ops.aten.as_strided.default, (flat, member.shape, member.stride, member.offset)
-                )
-            view.meta["val"] = flat.meta["val"].as_strided(member.shape, member.stride, member.offset)
-            torch_private.copy_node_origin(gradient, view)
-            results[gradient_positions[member.input_index]] = before = view
-        torch_private.copy_node_origin(last, flat)
-        order[flat] = order[last]
-        flat.meta[_GROUP_KEY] = len(placed)
+                result = graph.call_function(operator.getitem, (launch, index))
+            result.meta["val"] = launch.meta["val"][index]
+            torch_private.copy_node_origin(gradient, result)
+            results[gradient_positions[member.input_index]] = before = result
+        torch_private.copy_node_origin(last, launch)
+        order[launch] = order[last]
+        launch.meta[_GROUP_KEY] = len(placed)
         placed.append(group)
     record.groups = placed
     output.args = (tuple(results),)
@@ -132,10 +129,10 @@ def _why_not(
     return None
 
 
-def _fake_flat(parameters: Sequence[fx.Node]) -> Tensor:
+def _fake_results(parameters: Sequence[fx.Node]) -> list[Tensor]:
     values = [node.meta["val"] for node in parameters]
     with torch_private.fake_mode_for(values):
-        return torch.empty(sum(v.numel() for v in values), dtype=values[0].dtype, device=values[0].device)
+        return ops.fake_launch([], values)
 
 
 def _before_cast(gradient: fx.Node) -> fx.Node:
@@ -163,8 +160,15 @@ def put_collects(graph: fx.Graph, record: GraphRecord) -> None:
         return
     _hoist(graph, launches)
     output = graph.output_node()
+    firsts = []
     with graph.inserting_before(output):
-        collect = graph.call_function(ops.collect, (launches,))
+        for launch in launches:
+            # What is empty has no address to know the buffer by.
+            index = next((i for i, value in enumerate(launch.meta["val"]) if value.numel()), 0)
+            first = graph.call_function(operator.getitem, (launch, index))
+            first.meta["val"] = launch.meta["val"][index]
+            firsts.append(first)
+        collect = graph.call_function(ops.collect, (firsts,))
     collect.meta["val"] = None
     torch_private.copy_node_origin(launches[-1], collect)
     _record_positions(graph, launches, record)
@@ -189,11 +193,10 @@ def _record_positions(graph: fx.Graph, launches: Sequence[fx.Node], record: Grap
     positions = {node: position for position, node in enumerate(graph.nodes)}
     for launch in launches:
         group = record.groups[launch.meta[_GROUP_KEY]]
-        value = launch.meta["val"]
         record.placements.append(
             Placement(
                 group,
-                num_bytes=int(value.numel()) * value.element_size(),
+                num_bytes=sum(int(value.numel()) * value.element_size() for value in launch.meta["val"]),
                 position=positions[launch],
                 fraction=costs[launch] / total if total else positions[launch] / len(graph.nodes),
             )

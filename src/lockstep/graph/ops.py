@@ -1,7 +1,7 @@
 """The two operators that a compiled backward calls: ``launch`` and ``collect``.
 
-    launch(grads, parameters) -> flat     the gradients of one bucket, as one buffer that is on its way
-    collect(flats)                        wait until these buffers have arrived
+    launch(grads, parameters) -> results   the gradients of one bucket, side by side in one buffer that is on its way
+    collect(firsts)                        wait until the buffers that begin with these have arrived
 
 They are opaque to the compiler, and what they do is decided when they run: whether this pass synchronises
 (``no_sync``), what the communication hook does, what has accumulated in ``.grad`` before.  So none of that needs
@@ -15,6 +15,8 @@ wrong by five orders of magnitude while the loss went on falling (``benchmarks/g
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,31 +27,30 @@ from lockstep.engine import delivery
 _TAGS = (torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe, torch.Tag.pt2_compliant_tag)
 
 _library = torch.library.Library("lockstep", "DEF")
-_library.define("launch(Tensor[] grads, Tensor[] parameters) -> Tensor", tags=_TAGS)
-_library.define("collect(Tensor(a!)[] flats) -> ()", tags=_TAGS)
+_library.define("launch(Tensor[] grads, Tensor[] parameters) -> Tensor[]", tags=_TAGS)
+_library.define("collect(Tensor(a!)[] firsts) -> ()", tags=_TAGS)
 
 
 # Under compiled autograd the compiler watches while these run; there is nothing in them for it.
 @torch.library.impl(_library, "launch", "CompositeExplicitAutograd")
 @torch.compiler.disable
-def _launch(grads: list[Tensor], parameters: list[Tensor]) -> Tensor:
+def _launch(grads: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
     return delivery.deliver(grads, parameters)
 
 
 @torch.library.impl(_library, "collect", "CompositeExplicitAutograd")
 @torch.compiler.disable
-def _collect(flats: list[Tensor]) -> None:
-    delivery.land(flats)
+def _collect(firsts: list[Tensor]) -> None:
+    delivery.land(firsts)
 
 
 @torch.library.register_fake("lockstep::launch", lib=_library)
-def _fake_launch(grads: list[Tensor], parameters: list[Tensor]) -> Tensor:
-    first = parameters[0]
-    return torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+def fake_launch(grads: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=p.device) for p in parameters]
 
 
 @torch.library.register_fake("lockstep::collect", lib=_library)
-def _fake_collect(flats: list[Tensor]) -> None:
+def _fake_collect(firsts: list[Tensor]) -> None:
     return None
 
 
