@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("lockstep")
 
 # Where nothing travels, a bucket is only a cost: few of them, but not so large that a second copy of one hurts.
-_LONE_CAP_BYTES = 128 * 1024 * 1024
+_LONE_CAP_BYTES = 256 * 1024 * 1024
 # A bucket costs the computing thread about this much.
-_LAUNCH_SECONDS = {"cpu": 2e-4, "cuda": 5e-5}
+_LAUNCH_SECONDS = {"cpu": 2e-4, "cuda": 1e-4}
 # A graph with less of the model than this says little about the whole backward.
 _ENOUGH_OF_THE_MODEL = 0.8
 

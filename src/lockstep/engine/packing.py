@@ -162,8 +162,8 @@ class Packing:
         buffer = self._buffer_for(bucket, like)
         aside = None if accumulated is None else self._set_aside(bucket, accumulated, buffer)
         # A tensor of its own, so that a buffer that is kept can tell whether anyone still uses it.
-        bucket.flat = flat = buffer.view(-1)
-        views = bucket.views(flat)
+        bucket.flat = buffer.view(-1)
+        views = bucket.views(buffer)
         if aside is None and leaves_now and self._divides_on_the_way(gradients, like):
             for gradient, view, slot in zip(gradients, views, bucket.slots, strict=True):
                 torch.mul(gradient, self._factor, out=view)

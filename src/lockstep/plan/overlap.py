@@ -23,10 +23,12 @@ DEFAULT_LAUNCH_SECONDS = 15e-6
 # A gain smaller than this is within what the model on paper can tell; fewer buckets are worth more then.
 _NEGLIGIBLE_GAIN = 0.01
 _SMALLEST_CAP_BYTES, _LARGEST_CAP_BYTES = MIB // 16, 256 * MIB
-# While a bucket is packed its gradients are in memory twice: caps above the default one have to gain more than this.
+# While a bucket is packed its gradients are in memory twice: caps above the default one, and above this part of all
+# gradients, have to gain more than this.
+_MODEST_PART = 1 / 4
 _GAIN_WORTH_MEMORY = 0.03
 # Variants are tried on the even caps within this factor of the best one.
-_VARIANT_FACTOR = 2
+_VARIANT_FACTOR = 4
 
 
 # ---------------------------------------------------------------- when gradients are ready
@@ -160,8 +162,9 @@ def choose_caps(
 
     Small buckets leave little for the time after the backward, where the last bucket is always exposed; large ones
     pay latency and launches fewer times.  Among caps within 1 % of the best, those with the fewest buckets win, but
-    never caps that are worse than the default ones.  Caps above the default one have to gain more than 3 %, and a
-    smaller first bucket, or smaller buckets at the end, more than 1 % over even ones.
+    never caps that are worse than the default ones.  Caps above the default one that hold more than a quarter of all
+    gradients have to gain more than 3 %, and a smaller first bucket, or smaller buckets at the end, more than 1 % over
+    even ones.
 
     The same arguments give the same choice on every rank.
     """
@@ -183,7 +186,8 @@ def choose_caps(
 
 
 def _fewest_buckets_among_the_best(choices: Sequence[Choice], default: Choice) -> Choice:
-    modest = [choice for choice in choices if choice.caps.cap_bytes <= default.caps.cap_bytes]
+    modest_bytes = max(default.caps.cap_bytes, int(default.plan.num_bytes * _MODEST_PART))
+    modest = [choice for choice in choices if choice.caps.cap_bytes <= modest_bytes]
     if modest and _soonest(choices) >= _soonest(modest) * (1 - _GAIN_WORTH_MEMORY):
         choices = modest
     soonest = _soonest(choices)
