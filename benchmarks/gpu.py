@@ -191,15 +191,16 @@ def compiled_gradients(wrappers: list[str], quick: bool) -> dict[str, Any]:
     for world, (num_ranks, backend) in WORLDS.items():
         # Two ranks share the one GPU; CUDA graphs are for a world of one there.
         modes = [None, "reduce-overhead"] if num_ranks == 1 else [None]
-        cases = [(mode, autocast) for mode in modes for autocast in (False, True)]
+        cases = [(mode, autocast, "graph") for mode in modes for autocast in (False, True)]
+        cases += [(None, True, overlap) for overlap in ("split", "none")]
         try:
             answers = run_ranks(
-                "gpu_compiled:all_gradients", {"cases": cases}, num_ranks=num_ranks, backend=backend, time_limit=200
+                "gpu_compiled:all_gradients", {"cases": cases}, num_ranks=num_ranks, backend=backend, time_limit=250
             )[0]
         except RanksFailed as error:
             answers = [{"ok": False, "raised": str(error)[-800:]}] * len(cases)
-        for (mode, autocast), found in zip(cases, answers, strict=True):
-            name = f"{world}, {mode or 'default'}, {'bf16 autocast' if autocast else 'fp32'}"
+        for (mode, autocast, overlap), found in zip(cases, answers, strict=True):
+            name = f"{world}, {mode or 'default'}, {'bf16 autocast' if autocast else 'fp32'}, {overlap}"
             results[name] = found
             worst = found.get("worst") or [found.get("raised", "")[-200:], 0.0, 0.0]
             state = "ok" if found["ok"] else "WRONG"
