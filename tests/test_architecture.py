@@ -29,7 +29,11 @@ ALLOWED = {
     "ddp_torch_names": {"plan", "engine", "agree", "observe", "ddp_setup", "state_dict", "ddp"},
     "ddp_plan": {"plan", "engine", "agree", "observe", "ddp_setup"},
     "ddp_compile": {"graph", "plan", "engine", "agree", "observe", "ddp_setup"},
-    "ddp": {"graph", "plan", "engine", "agree", "observe", "ddp_setup", "ddp_plan", "ddp_compile", "ddp_torch_names"},
+    "ddp_join": {"engine", "agree"},
+    "ddp": {
+        *("graph", "plan", "engine", "agree", "observe"),
+        *("ddp_setup", "ddp_plan", "ddp_compile", "ddp_join", "ddp_torch_names"),
+    },
 }
 COMMON = {"errors", "torch_private", "version"}
 HARD_CAP = 600

@@ -15,16 +15,16 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Joinable
 
 from lockstep import ddp_setup as setup
-from lockstep import errors, torch_private
+from lockstep import torch_private
 from lockstep.agree.board import open_board
 from lockstep.agree.model import agree_on_model, wrap_failures_told
 from lockstep.agree.watch import Watch
 from lockstep.ddp_compile import Compilation
+from lockstep.ddp_join import UnevenInputs
 from lockstep.ddp_plan import PlanKeeping
 from lockstep.ddp_torch_names import TorchNames
 from lockstep.engine import step_guard
@@ -32,7 +32,6 @@ from lockstep.engine.bucket import Slot
 from lockstep.engine.delayed import DelayedReduction
 from lockstep.engine.dist_autograd import DistAutogradBridge
 from lockstep.engine.eager import EagerBackward
-from lockstep.engine.join import MirrorHook
 from lockstep.engine.mixed_precision import MixedPrecisionParameters
 from lockstep.engine.module_state import broadcast_tensors, sync_module_states
 from lockstep.engine.optimizer_in_backward import take_over_optimizers
@@ -49,7 +48,7 @@ _BROADCAST_CHUNK_BYTES = 250 * 1024 * 1024
 _OWNERSHIP = {None: GradOwnership.ALIAS, True: GradOwnership.PERSISTENT, False: GradOwnership.OWN}
 
 
-class DistributedDataParallel(PlanKeeping, Compilation, TorchNames, nn.Module, Joinable):
+class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames, nn.Module):
     """Data parallelism for a module: every rank computes on its own inputs and all ranks apply the mean gradient.
 
     Gradients are reduced in buckets while the backward still runs.  The arguments are those of
@@ -369,17 +368,6 @@ class DistributedDataParallel(PlanKeeping, Compilation, TorchNames, nn.Module, J
             return self._consume_join_decision()
         return self.require_backward_grad_sync
 
-    def _consume_join_decision(self) -> bool:
-        """See [Note: when a pass synchronises] in engine/eager.py."""
-        if self._join_decided_sync and not self.backward.window.is_open:
-            if self._join_decision_used:
-                raise errors.LockstepError(
-                    "Under join() a forward can have one backward that synchronises: ranks that ran out of data mirror "
-                    "one. Add the losses up and call backward once, or run the earlier ones inside no_sync()."
-                )
-            self._join_decision_used = True
-        return self._join_decided_sync
-
     def reset_sync_window(self) -> None:
         """Forget the reduction that is under way, on all ranks, after an error in a backward that was caught."""
         self.backward.reset()
@@ -473,74 +461,6 @@ class DistributedDataParallel(PlanKeeping, Compilation, TorchNames, nn.Module, J
         self._check_compilation()
         if self.logger.begin_iteration() and self.timeline.steps:
             self.logger.sample(self.timeline.steps[-1], self._runtime_facts())
-
-    # ---------------------------------------------------------------- uneven inputs
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """Train with uneven inputs: ranks that run out of data mirror the others' collectives until all are done."""
-        return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
-
-    def join_hook(self, **kwargs: Any) -> MirrorHook:
-        return MirrorHook(self, kwargs.get("divide_by_initial_world_size", True))
-
-    @property
-    def join_device(self) -> torch.device:
-        return self.device
-
-    @property
-    def join_process_group(self) -> Any:
-        return self.process_group
-
-    def _notify_join(self) -> None:
-        work = Join.notify_join_context(self)
-        self.reducer.divisor = None
-        if self._join_config.enable and not self._divide_by_initial_world_size:
-            assert work is not None, "dividing by the active ranks needs this wrapper first in the Join context"
-            (num_active,) = work.get_future().wait()
-            self.reducer.divisor = float(num_active.item())
-
-    def mirror_forward(self) -> None:
-        """As a rank without data: take part in the collectives of one forward of the others."""
-        # Zeros whatever they are divided by; but the operation must be the same as on the other ranks.
-        world = float(self.process_group.size())
-        self.reducer.divisor = None if self._divide_by_initial_world_size else world
-        self._confirm_plan()
-        if self._check_sync_bufs_pre_fwd():
-            self._sync_module_buffers(self._find_common_rank(self._distributed_rank, False))
-
-    def ask_whether_to_sync(self, *, has_joined: bool) -> bool:
-        """Ranks with data tell those without whether this iteration's backward will synchronise."""
-        mine = self.require_backward_grad_sync and not has_joined
-        answer = torch.full((1,), float(mine), device=self.device)
-        work = dist.all_reduce(answer, group=self.process_group, async_op=True)
-        if not has_joined:
-            return self.require_backward_grad_sync
-        work.wait()
-        # As on the other ranks: after an iteration without synchronisation, buffers are not synchronised either.
-        self.require_forward_param_sync = bool(answer.item())
-        return self.require_forward_param_sync
-
-    def sync_final_model(self, is_last_joiner: bool) -> None:
-        self._authoritative_rank = self._find_common_rank(self._distributed_rank, is_last_joiner)
-        sync_module_states(
-            self.module,
-            self.process_group,
-            source=self._authoritative_rank,
-            ignored=self.parameters_to_ignore,
-            with_buffers=self.forward_sync_buffers,
-            chunk_bytes=self.broadcast_bucket_size,
-            watch=self._watch,
-        )
 
     # ---------------------------------------------------------------- communication hooks
 
