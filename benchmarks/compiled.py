@@ -8,16 +8,14 @@ at the sizes that suit this link.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from link import LinkNotAllowed, link_between_two_hosts
 from ranks import run_ranks
-from subjects import ALONE, LOCKSTEP_DEFAULT, TORCH_DEFAULT, Subject
+from subjects import ALONE, COMMUNICATION_ALONE, LOCKSTEP_DEFAULT, TORCH_DEFAULT, Subject
 from tables import print_table
 from timing import Spread, spread_of, summarise
 
-COMMUNICATION_ALONE = "communication alone"
 LINK_SUBJECTS = [
     ALONE,
     TORCH_DEFAULT,
@@ -37,6 +35,7 @@ def measure_compiled(workload: str, subjects: list[str], num_rounds: int, steps_
     import torch.distributed as dist
 
     from models import WORKLOADS, give_own_code
+    from rank_timing import reducing, seconds_per_step, training
     from timing import interleave
 
     what = WORKLOADS[workload]
@@ -44,43 +43,20 @@ def measure_compiled(workload: str, subjects: list[str], num_rounds: int, steps_
     batches = [what.batch() for _ in range(4)]
     notes: dict[str, Any] = {}
 
-    def slowest(run: Any) -> float:
-        dist.barrier()
-        begin = time.perf_counter()
-        run()
-        seconds = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        return float(seconds) / steps_per_block
-
     def measured(name: str) -> Any:
         torch.manual_seed(0)
         module = what.build()
         give_own_code(module)
         wrapped = BY_NAME[name].wrap(module)
-        model = torch.compile(wrapped)
-        optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-
-        def steps(num_steps: int = steps_per_block) -> None:
-            for index in range(num_steps):
-                model(batches[index % len(batches)]).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-
+        steps = training(torch.compile(wrapped), batches)
         steps(4)
         if hasattr(wrapped, "explain_compilation"):
             notes[name] = {"explanation": wrapped.explain_compilation, "plan": str(wrapped.plan)}
-        return lambda: slowest(steps)
+        return seconds_per_step(steps, steps_per_block)
 
     runs = {name: measured(name) for name in subjects}
     num_parameters = sum(p.numel() for p in what.build().parameters())
-    flat = torch.ones(num_parameters)
-
-    def reduce_all() -> None:
-        for _ in range(steps_per_block):
-            dist.all_reduce(flat)
-            flat.div_(dist.get_world_size())
-
-    runs[COMMUNICATION_ALONE] = lambda: slowest(reduce_all)
+    runs[COMMUNICATION_ALONE] = seconds_per_step(reducing(num_parameters), steps_per_block)
     times = interleave(runs, num_rounds)
     for note in notes.values():
         note["explanation"] = str(note["explanation"]())

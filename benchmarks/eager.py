@@ -6,7 +6,6 @@ measured against each other in many. Choosing torch's best from the same machine
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from link import LinkNotAllowed, link_between_two_hosts
@@ -14,6 +13,7 @@ from ranks import run_ranks
 from subjects import (
     ALONE,
     BY_NAME,
+    COMMUNICATION_ALONE,
     LOCKSTEP_DEFAULT,
     LOCKSTEP_GRID,
     TORCH_DEFAULT,
@@ -23,9 +23,6 @@ from subjects import (
 )
 from tables import print_table
 from timing import spread_of, summarise
-
-COMMUNICATION_ALONE = "communication alone"
-
 
 # In each rank
 
@@ -42,46 +39,23 @@ def measure_steps(
     import torch.distributed as dist
 
     from models import WORKLOADS
+    from rank_timing import reducing, seconds_per_step, training
     from timing import interleave
 
     what = WORKLOADS[workload]
     torch.manual_seed(100 + dist.get_rank())
     batches = [what.batch() for _ in range(4)]
 
-    def slowest(run: Any) -> float:
-        dist.barrier()
-        begin = time.perf_counter()
-        run()
-        seconds = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        return float(seconds) / steps_per_block
-
     def measured(subject_name: str) -> Any:
         torch.manual_seed(0)
-        module = what.build()
-        model = BY_NAME[subject_name].wrap(module)
-        optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-
-        def steps(num_steps: int = steps_per_block) -> None:
-            for index in range(num_steps):
-                model(batches[index % len(batches)]).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-
+        steps = training(BY_NAME[subject_name].wrap(what.build()), batches)
         steps(3)  # torch lays out its buckets anew after the first step
-        return lambda: slowest(steps)
+        return seconds_per_step(steps, steps_per_block)
 
     runs = {name: measured(name) for name in subjects}
     num_parameters = sum(p.numel() for p in what.build().parameters())
     if with_communication:
-        flat = torch.ones(num_parameters)
-
-        def reduce_all() -> None:
-            for _ in range(steps_per_block):
-                dist.all_reduce(flat)
-                flat.div_(dist.get_world_size())
-
-        runs[COMMUNICATION_ALONE] = lambda: slowest(reduce_all)
+        runs[COMMUNICATION_ALONE] = seconds_per_step(reducing(num_parameters), steps_per_block)
     return {"times": interleave(runs, num_rounds), "num_parameters": num_parameters}
 
 

@@ -49,6 +49,7 @@ class Subject:
         return wrapper(module, **self.options)
 
 
+COMMUNICATION_ALONE = "communication alone"  # not a subject: the all-reduce of all gradients at once
 ALONE = Subject("compute alone", "alone")
 TORCH_DEFAULT = Subject("torch default", "torch")
 TORCH_VIEW = Subject("torch view", "torch", {"gradient_as_bucket_view": True})

@@ -1,0 +1,49 @@
+"""Timing in each rank of a group: training steps, and the communication alone, as long as the slowest rank takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def seconds_per_step(run: Callable[[int], None], num_steps: int) -> Callable[[], float]:
+    """A measurement: ``run(num_steps)`` on all ranks, and the time of the slowest of them per step."""
+
+    def measure() -> float:
+        dist.barrier()
+        begin = time.perf_counter()
+        run(num_steps)
+        seconds = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        return float(seconds) / num_steps
+
+    return measure
+
+
+def training(model: nn.Module, batches: Sequence[Tensor]) -> Callable[[int], None]:
+    """Train ``model``, which gives the loss, for a number of steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def steps(num_steps: int) -> None:
+        for index in range(num_steps):
+            model(batches[index % len(batches)]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return steps
+
+
+def reducing(num_elements: int) -> Callable[[int], None]:
+    """All gradients in one all-reduce, for a number of steps."""
+    flat = torch.ones(num_elements)
+
+    def steps(num_steps: int) -> None:
+        for _ in range(num_steps):
+            dist.all_reduce(flat)
+            flat.div_(dist.get_world_size())
+
+    return steps
