@@ -52,15 +52,18 @@ def measure_compiled(workload: str, subjects: list[str], num_rounds: int, steps_
         steps(4)
         if hasattr(wrapped, "explain_compilation"):
             notes[name] = {"explanation": wrapped.explain_compilation, "plan": str(wrapped.plan)}
-        return seconds_per_step(steps, steps_per_block)
+        return seconds_per_step(steps, steps_per_block, cpu_seconds[name].append)
 
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in [*subjects, COMMUNICATION_ALONE]}
     runs = {name: measured(name) for name in subjects}
     num_parameters = sum(p.numel() for p in what.build().parameters())
-    runs[COMMUNICATION_ALONE] = seconds_per_step(reducing(num_parameters), steps_per_block)
+    runs[COMMUNICATION_ALONE] = seconds_per_step(
+        reducing(num_parameters), steps_per_block, cpu_seconds[COMMUNICATION_ALONE].append
+    )
     times = interleave(runs, num_rounds)
     for note in notes.values():
         note["explanation"] = str(note["explanation"]())
-    return {"times": times, "notes": notes, "num_parameters": num_parameters}
+    return {"times": times, "cpu_seconds": cpu_seconds, "notes": notes, "num_parameters": num_parameters}
 
 
 def count_graphs(wrapper: str, num_steps: int) -> dict[str, Any]:
@@ -130,6 +133,7 @@ def compiled_link(quick: bool) -> dict[str, Any]:
         [
             name,
             f"{1000 * Spread.of(values).median:.1f}",
+            f"{1000 * Spread.of(answer['cpu_seconds'][name]).median:.1f}",
             over_ideal[name].text(),
             spread_of(to_torch[name]["ratio"]).text(),
         ]
@@ -137,7 +141,7 @@ def compiled_link(quick: bool) -> dict[str, Any]:
     ]
     print_table(
         f"compiled_link, gpt5m_batch16 compiled, 2 hosts behind {rate}",
-        ["subject", "ms per step", "over max(compute, communication)", "ratio to torch default"],
+        ["subject", "ms per step", "CPU ms", "over max(compute, communication)", "ratio to torch default"],
         rows,
         "median [quartiles] of the ratios within a round",
     )
@@ -148,6 +152,7 @@ def compiled_link(quick: bool) -> dict[str, Any]:
         "over_ideal": {name: spread.json() for name, spread in over_ideal.items()},
         "to_torch_default": to_torch,
         "times": times,
+        "cpu_seconds": answer["cpu_seconds"],
         "notes": answer["notes"],
     }
 

@@ -10,14 +10,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
-def seconds_per_step(run: Callable[[int], None], num_steps: int) -> Callable[[], float]:
-    """A measurement: ``run(num_steps)`` on all ranks, and the time of the slowest of them per step."""
+def seconds_per_step(
+    run: Callable[[int], None], num_steps: int, note_cpu_seconds: Callable[[float], None] | None = None
+) -> Callable[[], float]:
+    """A measurement: ``run(num_steps)`` on all ranks, and the time of the slowest of them per step.
+
+    ``note_cpu_seconds`` is told how long this process kept a core busy per step, with the threads of its backend.
+    """
 
     def measure() -> float:
         dist.barrier()
-        begin = time.perf_counter()
+        begin, begin_cpu = time.perf_counter(), time.process_time()
         run(num_steps)
         seconds = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+        if note_cpu_seconds is not None:
+            note_cpu_seconds((time.process_time() - begin_cpu) / num_steps)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         return float(seconds) / num_steps
 
