@@ -32,6 +32,8 @@ pytestmark = [pytest.mark.multirank, lockstep_only]
 PRELOAD = ("torch._inductor.compile_fx", "torch._dynamo.backends.debugging")
 DTYPE = torch.float64
 ONE_EACH = 0.00001  # MiB, so small that every parameter has a bucket of its own
+VIEWS = [{"gradient_as_bucket_view": view} for view in (None, True, False)]
+MODES = [{"static_graph": True}, {"find_unused_parameters": True}]
 
 
 class Pair:

@@ -28,7 +28,7 @@ communication hook makes something else than a mean, the step is lost, and an er
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -100,7 +100,7 @@ def deliver(grads: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tenso
         if results is not None:
             return results
     results = pack(grads, parameters)
-    backward.deliveries.note_passed(results[0])
+    backward.deliveries.note_passed(results[0], slot)
     return results
 
 
@@ -172,7 +172,8 @@ class Deliveries:
         """Why this bucket must be left to the hooks; empty if it need not."""
         backward = self._backward
         reducer = backward.reducer
-        if backward.continues or bucket.num_pending < len(bucket.slots):
+        if backward.continues or bucket.num_pending < len(bucket.slots) or bucket.probe is not None:
+            # What came first is handed out already, and may lie in the one buffer that this would be packed into.
             return "it gets gradients more than once before the reduction"
         if not backward.is_attached:
             return "its wrapper is gone"
@@ -207,7 +208,7 @@ class Deliveries:
         results = self._pack(bucket, grads, accumulated, leaves_now=False)
         # Held until the window closes: autograd adds in place to memory that nobody else holds, and nothing would show.
         bucket.probe, bucket.flat = bucket.flat, None
-        self.note_passed(results[0])
+        self.note_passed(results[0], bucket.slots[0])
         bucket.came_clean = True
         self.count_by_hooks(bucket)
         return results
@@ -263,21 +264,19 @@ class Deliveries:
                 backward.tell_peers(error)
                 raise
 
-    def note_passed(self, result: Tensor) -> None:
-        """The buffer with this in it was handed out; where .grad is to have memory of its own, it must not stay."""
-        if self._backward.reducer.ownership is GradOwnership.OWN:
+    def note_passed(self, result: Tensor, first: Slot) -> None:
+        """The buffer with this in it was handed out; where .grad is to have memory of its own, it must not stay.
+
+        What torch.autograd.grad asked for is the caller's, and no pass ends that would forget it here.
+        """
+        if self._backward.reducer.ownership is GradOwnership.OWN and _will_accumulate(first):
             self._passed.append(result.detach())  # a tensor of its own: autograd copies what others hold
 
     def leave_passed(self) -> None:
         """At the end of a pass: give every .grad that lies in a buffer that was handed out memory of its own."""
-        if not self._passed:
-            return
-        homes = {passed.untyped_storage().data_ptr() for passed in self._passed}
-        for slot in self._backward.reducer.slots:
-            gradient = slot.parameter.grad
-            if gradient is not None and gradient.untyped_storage().data_ptr() in homes:
-                gradient.data = gradient.clone()
-        self._passed.clear()
+        if self._passed:
+            leave_memory(self._backward.reducer.slots, self._passed)
+            self._passed.clear()
 
     def check_probe(self, slot: Slot) -> None:
         """From the hook of a parameter whose bucket is on probation: whether its gradient is what was handed out."""
@@ -458,9 +457,20 @@ class Deliveries:
             self.count_by_hooks(bucket)
         for slot in self._backward.reducer.slots:
             if slot.kept_grad is not None:
-                if slot.kept_value is not None:  # it lay in the buffer that was written over
-                    slot.kept_grad.copy_(slot.kept_value)
+                if slot.kept_value is not None:  # it lay in the buffer that was written over, and may travel still
+                    slot.kept_grad.data = slot.kept_value
                 slot.parameter.grad, slot.kept_grad, slot.kept_value = slot.kept_grad, None, None
+
+
+def leave_memory(slots: Iterable[Slot], buffers: Iterable[Tensor]) -> None:
+    """Give every .grad that lies in one of these buffers memory of its own."""
+    homes = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+    for slot in slots:
+        gradient = slot.parameter.grad
+        if gradient is None or gradient.is_sparse or slot.is_dtensor:
+            continue  # such a gradient never lies in a flat buffer
+        if gradient.untyped_storage().data_ptr() in homes:
+            gradient.data = gradient.clone()
 
 
 def _accumulated(bucket: LiveBucket) -> list[Tensor | None] | None:

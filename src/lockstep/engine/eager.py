@@ -33,7 +33,7 @@ from torch.autograd.profiler import record_function
 
 from lockstep import errors, torch_private
 from lockstep.engine.bucket import LiveBucket, Slot
-from lockstep.engine.delivery import Deliveries, register, unregister
+from lockstep.engine.delivery import Deliveries, leave_memory, register, unregister
 from lockstep.engine.reducer import Reducer
 from lockstep.engine.used import find_tensors, parameters_reached_from
 from lockstep.engine.window import SyncWindow
@@ -474,6 +474,7 @@ class EagerBackward:
 
     def reset(self) -> None:
         """Forget the current window, after an error in a backward that was caught."""
+        abandoned: list[Tensor] = []
         for bucket in self.reducer.buckets:
             if bucket.was_sent and bucket.flight is None:
                 pass  # reduced already; what is in .grad stays as it is
@@ -481,8 +482,11 @@ class EagerBackward:
                 self.reducer.unstage(bucket)
             else:  # a collective that nobody will wait for may still write into these
                 bucket.spare = bucket.persistent = None
+                if bucket.flat is not None and not bucket.is_sparse:
+                    abandoned.append(bucket.flat)
             bucket.clear()
         self.deliveries.reset()
+        leave_memory(self.reducer.slots, abandoned)
         self.window.close()
         self._left_open = False
         self._used_in_forward = None
