@@ -140,6 +140,13 @@ def check_compiler_is_watching() -> None:
     assert seen == [False, True]
 
 
+def check_compiler_is_off() -> None:
+    assert not private.compiler_is_off()
+    with torch.compiler.set_stance("force_eager"):
+        assert private.compiler_is_off()
+    assert not private.compiler_is_off()
+
+
 def check_is_compiled() -> None:
     plain, in_place = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     in_place.compile(backend="eager")

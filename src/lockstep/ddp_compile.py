@@ -87,7 +87,8 @@ class Compilation:
         self._asked_about_compiling = self._all_compile = False
         self._has_settled = False
         self._explains_when_settled = False
-        self._num_graphs_checked = -1
+        self._num_graphs_seen = self._num_graphs_checked = -1
+        self._num_passes_to_check = 0
 
     @property
     def _may_choose_sizes(self) -> bool:
@@ -104,7 +105,9 @@ class Compilation:
         if self._board is None:
             return
         known = _chosen_plans.get(self._plan_key)
-        mine = compiler_is_watching or any(map(torch_private.is_compiled, self.module.modules()))
+        mine = compiler_is_watching or (
+            any(map(torch_private.is_compiled, self.module.modules())) and not torch_private.compiler_is_off()
+        )
         if not mine or self.overlap == "none":
             self._board.post(f"{_INTENTION}/{self._board.rank}", "no")  # for those who ask; an eager rank never waits
             return
@@ -139,9 +142,13 @@ class Compilation:
 
     def _check_compilation(self) -> None:
         """After the third reduction, and again when more was compiled: say what did not come as expected."""
-        if self._num_graphs_checked == len(self.backward.graphs) or self.backward.num_synced_passes < 3:
+        num_graphs, num_passes = len(self.backward.graphs), self.backward.num_synced_passes
+        if self._num_graphs_seen != num_graphs:
+            self._num_graphs_seen = num_graphs
+            self._num_passes_to_check = max(3, num_passes + 2)  # the first one only watches what comes from a graph
+        if self._num_graphs_checked == num_graphs or num_passes < self._num_passes_to_check:
             return
-        self._num_graphs_checked = len(self.backward.graphs)
+        self._num_graphs_checked = num_graphs
         explanation = self.explain_compilation()
         for name in explanation.never_ran:
             warnings.warn(f"{name} was compiled, but no graph of it has run.", stacklevel=4)

@@ -40,6 +40,7 @@ __all__ = [
     "backend_name",
     "cast_forward_inputs",
     "compile_with_inductor",
+    "compiler_is_off",
     "compiler_is_watching",
     "copy_node_origin",
     "current_dist_autograd_context",
@@ -464,6 +465,13 @@ def compiler_is_watching() -> bool:
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
     return callable(get_eval_frame_callback())
+
+
+def compiler_is_off() -> bool:
+    """Whether compiled modules run uncompiled, by ``set_stance("force_eager")``; a stance can be set, but not asked."""
+    from torch._dynamo import eval_frame
+
+    return bool(eval_frame._stance.stance == "force_eager")
 
 
 def is_compiled(module: Any) -> bool:

@@ -67,6 +67,8 @@ class OverlapCompiler:
         if strategy == "split":
             self._announce(gm, inputs, slots, record)
             return self._split(gm, inputs, slots, **options)
+        if not slots:  # a function that the model calls, say (flex_attention); any backend will do
+            return self._compile_as_it_is(gm, inputs, self._announce(gm, inputs, slots, record), **options)
         if compile_graph is None:
             backend, _ = torch_private.unwrap_backend(self._backend)
             raise ValueError(
@@ -74,8 +76,6 @@ class OverlapCompiler:
                 f"aot_autograd), and {getattr(backend, '__qualname__', backend)} is not known to. Leave overlap out, "
                 "or set it to 'split'."
             )
-        if not slots:
-            return self._compile_as_it_is(gm, inputs, self._announce(gm, inputs, slots, record), **options)
         if self._settle_plan is not None:
             self._settle_plan(gm, slots, None)
         record.groups, record.left_out = find_groups(self._backward, slots)
