@@ -390,6 +390,10 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
             DistributedDataParallel._active_ddp_module = torch_private.TorchDDP._active_ddp_module = self
             try:
                 output = self._region(self, *inputs, **kwargs)
+            except BaseException:
+                if self._precision is not None:
+                    self._precision.restore()  # whoever catches it may save a checkpoint
+                raise
             finally:
                 DistributedDataParallel._active_ddp_module = before
                 torch_private.TorchDDP._active_ddp_module = before_torch

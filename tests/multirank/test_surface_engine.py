@@ -118,6 +118,9 @@ def mixed_precision(reduce_dtype: torch.dtype | None) -> None:
     with torch.no_grad():
         assert ddp(my_rows(batch(0, world))).dtype == torch.bfloat16
     assert all(p.dtype == torch.float32 for p in ddp.parameters()), "evaluation left the low copies in place"
+    with pytest.raises(RuntimeError, match="shapes"):
+        ddp(torch.ones(2, 5))
+    assert all(p.dtype == torch.float32 for p in ddp.parameters()), "a failed forward left the low copies in place"
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32], ids=["bf16 reduce", "fp32 reduce"])
