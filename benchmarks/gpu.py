@@ -191,16 +191,18 @@ def compiled_gradients(wrappers: list[str], quick: bool) -> dict[str, Any]:
     for world, (num_ranks, backend) in WORLDS.items():
         # Two ranks share the one GPU; CUDA graphs are for a world of one there.
         modes = [None, "reduce-overhead"] if num_ranks == 1 else [None]
-        cases = [(mode, autocast, "graph") for mode in modes for autocast in (False, True)]
-        cases += [(None, True, overlap) for overlap in ("split", "none")]
+        cases = [(mode, autocast, "graph", 64) for mode in modes for autocast in (False, True)]
+        cases += [(None, True, overlap, 64) for overlap in ("split", "none")]
+        cases += [(None, True, "graph", 9)]  # sizes at which hardly a gradient begins on a round address
         try:
             answers = run_ranks(
                 "gpu_compiled:all_gradients", {"cases": cases}, num_ranks=num_ranks, backend=backend, time_limit=250
             )[0]
         except RanksFailed as error:
             answers = [{"ok": False, "raised": str(error)[-800:]}] * len(cases)
-        for (mode, autocast, overlap), found in zip(cases, answers, strict=True):
-            name = f"{world}, {mode or 'default'}, {'bf16 autocast' if autocast else 'fp32'}, {overlap}"
+        for (mode, autocast, overlap, head_width), found in zip(cases, answers, strict=True):
+            dtype, sizes = "bf16 autocast" if autocast else "fp32", "" if head_width == 64 else ", odd sizes"
+            name = f"{world}, {mode or 'default'}, {dtype}, {overlap}{sizes}"
             results[name] = found
             worst = found.get("worst") or [found.get("raised", "")[-200:], 0.0, 0.0]
             state = "ok" if found["ok"] else "WRONG"

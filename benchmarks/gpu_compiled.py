@@ -133,11 +133,11 @@ def peak_memory(subject: dict[str, Any]) -> int:
 # ---------------------------------------------------------------- gradients
 
 
-def all_gradients(cases: list[tuple[str | None, bool, str]]) -> list[dict[str, Any]]:
-    return [gradients(mode, autocast, overlap) for mode, autocast, overlap in cases]
+def all_gradients(cases: list[tuple[str | None, bool, str, int]]) -> list[dict[str, Any]]:
+    return [gradients(*case) for case in cases]
 
 
-def gradients(mode: str | None, autocast: bool, overlap: str, small: bool = True) -> dict[str, Any]:
+def gradients(mode: str | None, autocast: bool, overlap: str, head_width: int) -> dict[str, Any]:
     """Every parameter's gradient against the uncompiled module in fp32: compiled alone, and compiled in the wrapper.
 
     The wrapper is right when no parameter is further off than twice what compiling alone makes it. The layer norms
@@ -147,9 +147,8 @@ def gradients(mode: str | None, autocast: bool, overlap: str, small: bool = True
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
-    base = GPT(num_symbols=1024, context=256, width=512, num_layers=4, num_heads=8).cuda() if small else gpt2().cuda()
-    num_symbols = base.symbols.num_embeddings
-    whole = torch.randint(num_symbols, (4, 257 if small else 513), device="cuda")
+    base = GPT(num_symbols=1024, context=256, width=8 * head_width, num_layers=4, num_heads=8).cuda()
+    whole = torch.randint(1024, (4, 257), device="cuda")
     mine = whole.chunk(dist.get_world_size())[dist.get_rank()]
 
     def run(model: nn.Module, module: nn.Module, batch: Tensor, cast: bool) -> dict[str, Tensor]:
@@ -167,7 +166,7 @@ def gradients(mode: str | None, autocast: bool, overlap: str, small: bool = True
     for wrapper in ("alone", "lockstep"):
         torch._dynamo.reset()
         module = copy.deepcopy(base)
-        options = {"bucket_cap_mb": 4, "overlap": overlap} if wrapper == "lockstep" else {}
+        options = {"bucket_cap_mb": base.norm.weight.nbytes / 512, "overlap": overlap} if wrapper == "lockstep" else {}
         model = wrapped(wrapper, module, False, **options)
         batch = mine if wrapper == "lockstep" else whole
         found[wrapper] = run(torch.compile(model, mode=mode), module, batch, autocast)

@@ -121,7 +121,8 @@ foreach_mul: Callable[[list[torch.Tensor], float], Any] = torch._foreach_mul_
 foreach_add: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = torch._foreach_add_
 
 # Another tensor on the memory of one (with sizes, strides, and an offset to its own), which autograd does not know as a
-# view of it; so methods such as detach_() work on it. As cheap as it gets: it is made for every gradient in every step.
+# view of it; so methods such as detach_() work on it. As cheap as it gets, since it is made for every gradient in every
+# step; so cheap that nothing is checked, not even that the memory is large enough.
 alias: Callable[[torch.Tensor, Any, Any, int], torch.Tensor] = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]
 
 # All tensors as one flat copy, and a flat tensor as views in given shapes: one call each instead of one per tensor.
@@ -237,12 +238,14 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def gradient_accumulator(parameter: torch.Tensor) -> Any:
-    """The graph node that adds into ``parameter.grad``; distributed autograd calls only hooks that sit on it."""
+def gradient_accumulator(parameter: torch.Tensor) -> Any | None:
+    """The graph node that adds into ``parameter.grad``; distributed autograd calls only hooks that sit on it.
+
+    None where autograd is out of reach: inside an operator that a dispatch mode (a flop counter, say) has called.
+    """
     with torch.enable_grad():
         expanded = parameter.expand_as(parameter)
-    assert expanded.grad_fn is not None
-    return expanded.grad_fn.next_functions[0][0]
+    return None if expanded.grad_fn is None else expanded.grad_fn.next_functions[0][0]
 
 
 def preserve_version_counter(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import lockstep
 from lockstep import errors
@@ -243,3 +244,15 @@ def test_an_optimizer_in_the_backward_waits_for_what_the_graph_delivered() -> No
         optimizer.step()
         optimizer.zero_grad()
     torch.testing.assert_close(list(module.parameters()), list(reference.parameters()))
+
+
+def test_a_dispatch_mode_around_the_first_backward() -> None:
+    """Inside an operator that such a mode called autograd cannot be asked; the hooks reduce then."""
+    ddp, model = compiled(two_layers())
+    loss = model(torch.ones(2, 4)).sum()
+    with FlopCounterMode(display=False) as counter:
+        loss.backward()
+    assert counter.get_total_flops() > 0
+    assert all(p.grad is not None for p in ddp.parameters())
+    steps(ddp, model)
+    assert all(bucket.comes_from_graph for bucket in ddp.reducer.buckets)

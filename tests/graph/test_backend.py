@@ -176,3 +176,21 @@ def test_a_changed_plan_compiles_anew() -> None:
     train(ddp, run, num=3)
     assert all(bucket.comes_from_graph for bucket in ddp.reducer.buckets)
     assert "2.weight" in {name for bucket in ddp.plan for name in bucket.names}
+
+
+def test_the_operators_keep_the_contract_of_operators() -> None:
+    gradients, parameters = [torch.ones(3), torch.ones(2, 2)], [torch.ones(3), torch.ones(2, 2)]
+    with torch.no_grad():
+        told = torch.library.opcheck(ops.launch, (gradients, parameters))
+        told |= torch.library.opcheck(ops.collect, ([torch.ones(3)],))
+    assert set(told.values()) == {"SUCCESS"}
+
+
+def test_sizes_at_which_gradients_begin_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the compiler relies on memory that is aligned; asked here as it is there."""
+    from torch._inductor import graph, utils
+
+    monkeypatch.setattr(graph, "should_assume_input_aligned", utils.tensor_is_aligned)
+    ddp = lockstep.DDP(nn.Sequential(nn.Linear(4, 15), nn.LayerNorm(15), nn.Linear(15, 10)))
+    train(ddp, torch.compile(ddp))
+    assert all(bucket.comes_from_graph for bucket in ddp.reducer.buckets)

@@ -140,6 +140,17 @@ def hook_returns_too_little() -> None:
     step(ddp)
 
 
+def hook_sets_a_short_buffer() -> None:
+    ddp = lockstep.DDP(nn.Linear(4, 2))
+
+    def my_hook(state: Any, bucket: Any) -> Any:
+        bucket.set_buffer(bucket.buffer()[:1])
+        return bucket.gradients()
+
+    ddp.register_comm_hook(None, my_hook)
+    step(ddp)
+
+
 def hook_registered_twice() -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 

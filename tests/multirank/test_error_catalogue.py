@@ -97,6 +97,13 @@ CATALOGUE = [
         "must return as many",
     ),
     Entry(
+        scripts.hook_sets_a_short_buffer,
+        "BadHookResult",
+        "set on bucket 0",
+        "has shape (1,) and strides (1,)",
+        "needs 10 elements in a row",
+    ),
+    Entry(
         scripts.hook_registered_twice,
         "RuntimeError",
         "allreduce_hook",

@@ -1,9 +1,9 @@
 """Gradients that a compiled backward delivers bucket by bucket, before autograd hands them to ``.grad``.
 
-    deliver(grads, parameters) -> results  pack the bucket, start its collective; or only pack it (see below)
-    land(firsts)                           at the end of a graph: wait for what it launched
+    deliver(grads, parameters) -> flat     pack the bucket, start its collective; or only pack it (see below)
+    land(flats)                            at the end of a graph: wait for what it launched
 
-[Note: delivered and accumulated]  ``deliver`` returns the parts of the flat buffer, which are the graph's outputs, and
+[Note: delivered and accumulated]  ``deliver`` returns the flat buffer, the graph's outputs are views of it, and
 autograd puts them into ``.grad`` without a copy; so the hook on each parameter still runs, and is the proof that the
 gradient came.  Buckets leave in plan order, whoever completes them, so that a rank whose graph differs (or that runs
 eagerly) still issues the same collectives as the others.
@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -89,38 +88,35 @@ def slot_of(parameter: Tensor) -> tuple[EagerBackward, Slot] | None:
     return None
 
 
-def deliver(grads: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The operator ``launch``: these gradients in one buffer, on its way if they are a bucket that may leave."""
+def deliver(grads: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+    """The operator ``launch``: one buffer with these gradients, on its way if they are a bucket that may leave."""
     found = slot_of(parameters[0])
     if found is None:
         return pack(grads, parameters)
     backward, slot = found
     if list(map(id, parameters)) == slot.bucket.parameter_ids:
-        results = backward.deliveries.take(slot.bucket, grads)
-        if results is not None:
-            return results
-    results = pack(grads, parameters)
-    backward.deliveries.note_passed(results[0], slot)
-    return results
+        flat = backward.deliveries.take(slot.bucket, grads)
+        if flat is not None:
+            return flat
+    flat = pack(grads, parameters)
+    backward.deliveries.note_passed(flat, slot)
+    return flat
 
 
-def land(firsts: Sequence[Tensor]) -> None:
+def land(flats: Sequence[Tensor]) -> None:
     """The operator ``collect``: the end of a graph."""
-    for first in firsts:
-        entry = _travelling.pop(first.data_ptr(), None)
+    for flat in flats:
+        entry = _travelling.pop(flat.data_ptr(), None)
         backward = entry[0]() if entry is not None else None
         if entry is not None and backward is not None:
             backward.deliveries.end_of_graph(entry[1])
 
 
-def pack(grads: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients side by side in one buffer, each in its parameter's memory order."""
-    pieces = [in_memory_order(g.to(p.dtype), p.shape, p.stride()) for g, p in zip(grads, parameters, strict=True)]
-    flat = torch.cat(pieces)
-    ends = accumulate(p.numel() for p in parameters)
-    return [
-        torch_private.alias(flat, p.shape, p.stride(), end - p.numel()) for p, end in zip(parameters, ends, strict=True)
-    ]
+def pack(grads: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+    """One flat buffer with each gradient in its parameter's memory order."""
+    return torch.cat(
+        [in_memory_order(g.to(p.dtype), p.shape, p.stride()) for g, p in zip(grads, parameters, strict=True)]
+    )
 
 
 class Deliveries:
@@ -143,7 +139,7 @@ class Deliveries:
 
     # ---------------------------------------------------------------- from the graph
 
-    def take(self, bucket: LiveBucket, grads: Sequence[Tensor]) -> list[Tensor] | None:
+    def take(self, bucket: LiveBucket, grads: Sequence[Tensor]) -> Tensor | None:
         """Pack ``bucket``, and launch it if it may; None to leave it to the hooks, see [Note: passing through]."""
         backward = self._backward
         with backward.lock:
@@ -202,35 +198,32 @@ class Deliveries:
 
     def _watch_for_additions(
         self, bucket: LiveBucket, grads: Sequence[Tensor], accumulated: list[Tensor | None] | None
-    ) -> list[Tensor]:
+    ) -> Tensor:
         """See [Note: probation]."""
         bucket.left_because = "it is not yet known to come from the graph alone"
-        results = self._pack(bucket, grads, accumulated, leaves_now=False)
+        flat = self._pack(bucket, grads, accumulated, leaves_now=False)
         # Held until the window closes: autograd adds in place to memory that nobody else holds, and nothing would show.
-        bucket.probe, bucket.flat = bucket.flat, None
-        self.note_passed(results[0], bucket.slots[0])
+        bucket.probe, bucket.flat = flat, None
+        self.note_passed(flat, bucket.slots[0])
         bucket.came_clean = True
         self.count_by_hooks(bucket)
-        return results
+        return flat.view(-1)  # see ``_take``
 
-    def _take(
-        self, bucket: LiveBucket, grads: Sequence[Tensor], accumulated: list[Tensor | None] | None
-    ) -> list[Tensor]:
+    def _take(self, bucket: LiveBucket, grads: Sequence[Tensor], accumulated: list[Tensor | None] | None) -> Tensor:
         backward = self._backward
         window = backward.window
         window.note_bucket_ready(bucket)
-        results = self._pack(bucket, grads, accumulated, leaves_now=window.is_next(bucket))
-        assert bucket.flat is not None
-        address = bucket.flat.data_ptr()
+        flat = self._pack(bucket, grads, accumulated, leaves_now=window.is_next(bucket))
         if accumulated is not None or backward.needs_every_hook:
             for slot in bucket.slots:
                 slot.dirty = True
         bucket.is_delivered = bucket.comes_from_graph = True
         self._delivered.append(bucket)
         window.launch_complete()
-        if bucket.spec.num_elements:
-            _travelling[address] = (self._backward_ref, bucket)
-        return results
+        if flat.numel():
+            _travelling[flat.data_ptr()] = (self._backward_ref, bucket)
+        # Another tensor than the reducer's own: autograd keeps what nobody else holds, and copies the rest.
+        return flat.view(-1)
 
     def _pack(
         self,
@@ -239,15 +232,15 @@ class Deliveries:
         accumulated: list[Tensor | None] | None,
         *,
         leaves_now: bool,
-    ) -> list[Tensor]:
-        results = self._backward.reducer.pack_delivered(bucket, grads, accumulated, leaves_now=leaves_now)
+    ) -> Tensor:
+        flat = self._backward.reducer.pack_delivered(bucket, grads, accumulated, leaves_now=leaves_now)
         if accumulated is not None:
             # Folded in; autograd must not add it a second time. The tensor itself comes back in ``put_back``.
             bucket.has_kept = True
             for slot, gradient in zip(bucket.slots, accumulated, strict=True):
                 slot.kept_grad = gradient
                 slot.parameter.grad = None
-        return results
+        return flat
 
     def end_of_graph(self, bucket: LiveBucket) -> None:
         """The graph is about to hand its gradients to autograd: the last chance to wait before something is added.
@@ -264,13 +257,13 @@ class Deliveries:
                 backward.tell_peers(error)
                 raise
 
-    def note_passed(self, result: Tensor, first: Slot) -> None:
-        """The buffer with this in it was handed out; where .grad is to have memory of its own, it must not stay.
+    def note_passed(self, flat: Tensor, first: Slot) -> None:
+        """This buffer was handed out; where .grad is to have memory of its own, it must not stay in it.
 
         What torch.autograd.grad asked for is the caller's, and no pass ends that would forget it here.
         """
         if self._backward.reducer.ownership is GradOwnership.OWN and _will_accumulate(first):
-            self._passed.append(result.detach())  # a tensor of its own: autograd copies what others hold
+            self._passed.append(flat)
 
     def leave_passed(self) -> None:
         """At the end of a pass: give every .grad that lies in a buffer that was handed out memory of its own."""
@@ -446,6 +439,7 @@ class Deliveries:
 
     def reset(self) -> None:
         """After an error: nothing that had accumulated before is lost."""
+        self.leave_passed()
         self.recorded.clear()
         self._delivered = []
         self._to_send_again = []
@@ -495,4 +489,4 @@ def _will_accumulate(slot: Slot) -> bool:
     if slot.accumulator is not None and torch_private.engine_will_run(slot.accumulator):
         return True
     slot.accumulator = torch_private.gradient_accumulator(slot.parameter)  # a new one after .to() and the like
-    return torch_private.engine_will_run(slot.accumulator)
+    return slot.accumulator is not None and torch_private.engine_will_run(slot.accumulator)

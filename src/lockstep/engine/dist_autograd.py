@@ -31,6 +31,7 @@ class DistAutogradBridge:
             return
         for slot in self._backward.reducer.slots:
             node = torch_private.gradient_accumulator(slot.parameter)
+            assert node is not None
             node.register_hook(partial(self._on_node, slot))
             self._nodes.append(node)
 

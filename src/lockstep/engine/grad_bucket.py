@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from lockstep.engine.bucket import LiveBucket
+from lockstep.errors import BadHookResult
 
 
 class GradBucket:
@@ -32,7 +33,15 @@ class GradBucket:
 
     def gradients(self) -> list[Tensor]:
         """One tensor per parameter, in the order of ``parameters``."""
-        return [self._buffer] if self._buffer.is_sparse else self._bucket.views(self._buffer)
+        buffer, num_elements = self._buffer, self._bucket.spec.num_elements
+        if buffer.is_sparse:
+            return [buffer]
+        if tuple(buffer.shape) != (num_elements,) or not buffer.is_contiguous():
+            raise BadHookResult(
+                f"The buffer that was set on bucket {self.index()} has shape {tuple(buffer.shape)} and strides "
+                f"{buffer.stride()}; gradients() needs {num_elements} elements in a row, as in the buffer it was given."
+            )
+        return self._bucket.views(buffer)
 
     def parameters(self) -> list[nn.Parameter]:
         return [slot.parameter for slot in self._bucket.slots]

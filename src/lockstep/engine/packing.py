@@ -140,7 +140,7 @@ class Packing:
                 sources.append(local_tensor(gradient).detach())
                 targets.append(view)
         if sources:
-            torch_private.foreach_copy(list(targets), list(sources))
+            torch_private.foreach_copy(targets, sources)
         return staging.view(-1)  # a tensor of its own, so that whoever keeps it is counted as an owner
 
     # ---------------------------------------------------------------- as a compiled graph delivers them
@@ -152,28 +152,27 @@ class Packing:
         accumulated: Sequence[Tensor | None] | None,
         *,
         leaves_now: bool,
-    ) -> list[Tensor]:
+    ) -> Tensor:
         """Pack gradients that a compiled graph delivers, and add what has accumulated in .grad to them, if any has.
 
-        Returns each parameter's part of the buffer.  Autograd runs compiled backwards without recording, so nothing
-        here needs to turn it off.
+        Autograd runs compiled backwards without recording, so nothing here needs to turn it off.
         """
         like = bucket.parameters[0]
         buffer = self._buffer_for(bucket, like)
         aside = None if accumulated is None else self._set_aside(bucket, accumulated, buffer)
         # A tensor of its own, so that a buffer that is kept can tell whether anyone still uses it.
-        bucket.flat = buffer.view(-1)
-        views = bucket.views(buffer)
+        bucket.flat = flat = buffer.view(-1)
+        views = bucket.views(flat)
         if aside is None and leaves_now and self._divides_on_the_way(gradients, like):
             for gradient, view, slot in zip(gradients, views, bucket.slots, strict=True):
                 torch.mul(gradient, self._factor, out=view)
                 slot.is_divided = bucket.has_divided = True
         else:
-            _copy_by_kind(views, gradients, all_row_major=bucket.all_row_major)
+            _copy_by_kind(views, list(gradients), all_row_major=bucket.all_row_major)
         if aside is not None:
             pairs = [(view, value) for view, value in zip(views, aside, strict=True) if value is not None]
             torch_private.foreach_add([view for view, _ in pairs], [value for _, value in pairs])
-        return views
+        return flat
 
     def _divides_on_the_way(self, gradients: Sequence[Tensor], like: Tensor) -> bool:
         """Whether dividing costs nothing while the gradients move: not on a GPU, where one kernel moves them all."""
@@ -259,14 +258,14 @@ def _all_are(gradients: Sequence[Tensor | None], dtype: torch.dtype) -> bool:
     return all(g is not None and g.dtype is dtype for g in gradients)
 
 
-def _copy_by_kind(targets: Sequence[Tensor], sources: Sequence[Tensor], *, all_row_major: bool) -> None:
+def _copy_by_kind(targets: list[Tensor], sources: list[Tensor], *, all_row_major: bool) -> None:
     """Copy each source into its target, those of one dtype and memory order by one kernel, as it takes no others."""
     kinds: list[Any] = list(map(_dtype_of, sources))
     if not (all_row_major and all(map(Tensor.is_contiguous, sources))):
         same_order = [s.stride() == t.stride() for s, t in zip(sources, targets, strict=True)]
         kinds = list(zip(kinds, same_order, strict=True))
     if kinds.count(kinds[0]) == len(kinds):
-        torch_private.foreach_copy(list(targets), list(sources))
+        torch_private.foreach_copy(targets, sources)
         return
     for kind in dict.fromkeys(kinds):
         chosen = [k == kind for k in kinds]

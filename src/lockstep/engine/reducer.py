@@ -330,6 +330,4 @@ class Reducer(Packing, ReducerTorchNames):
         elif value.dtype != parameter.dtype:
             parameter.grad = value.to(parameter.dtype)
         else:
-            # ``.data`` makes a tensor that shares memory without being an autograd view, so that in-place
-            # methods such as detach_() work on it.
-            parameter.grad = value.clone() if self.ownership is GradOwnership.OWN else value.data
+            parameter.grad = value.clone() if self.ownership is GradOwnership.OWN else value

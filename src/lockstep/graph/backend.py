@@ -173,8 +173,8 @@ def find_groups(backward: EagerBackward, slots: dict[int, Slot]) -> tuple[list[G
         covered = [slot for slot in bucket.slots if id(slot) in index_of]
         why = _why_not(backward, bucket, covered)
         if why is None and covered:
-            members = tuple(Member(slot.name, index_of[id(slot)], tuple(slot.shape)) for slot in bucket.slots)
-            groups.append(Group(bucket.index, members))
+            members = [Member(s.name, index_of[id(s)], tuple(s.shape), tuple(s.stride), s.offset) for s in bucket.slots]
+            groups.append(Group(bucket.index, tuple(members)))
         elif why is not None:
             left_out |= {slot.name: why for slot in covered}
     return groups, left_out

@@ -8,7 +8,6 @@ backward graph when the compiler has finished with it.
 from __future__ import annotations
 
 import hashlib
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -27,11 +26,13 @@ _GROUP_KEY = "lockstep_group"  # in the meta of a launch: which of the record's 
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter of a group, and which input of the graph it is."""
+    """A parameter of a group: which input of the graph it is, and where its gradient lies in the flat buffer."""
 
     name: str
     input_index: int
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def _own_code() -> bytes:
 
 
 def put_launches(graph: fx.Graph, record: GraphRecord) -> None:
-    """Let every group's gradients leave the joint graph as what a launch makes of them."""
+    """Let every group's gradients leave the joint graph as views of one launched buffer."""
     output = graph.output_node()
     gradient_positions = torch_private.gradient_positions(output)
     inputs = torch_private.plain_inputs(graph)
@@ -95,18 +96,20 @@ def put_launches(graph: fx.Graph, record: GraphRecord) -> None:
         parameters = [inputs[m.input_index] for m in group.members]
         last = max([*gradients, *parameters], key=order.__getitem__)
         with graph.inserting_after(last):
-            launch = graph.call_function(ops.launch, (gradients, parameters))
-        launch.meta["val"] = _fake_results(parameters)
-        before = launch
-        for index, (member, gradient) in enumerate(zip(group.members, computed, strict=True)):
+            flat = graph.call_function(ops.launch, (gradients, parameters))
+        flat.meta["val"] = _fake_flat(parameters)
+        before = flat
+        for member, gradient in zip(group.members, computed, strict=True):
             with graph.inserting_after(before):
-                result = graph.call_function(operator.getitem, (launch, index))
-            result.meta["val"] = launch.meta["val"][index]
-            torch_private.copy_node_origin(gradient, result)
-            results[gradient_positions[member.input_index]] = before = result
-        torch_private.copy_node_origin(last, launch)
-        order[launch] = order[last]
-        launch.meta[_GROUP_KEY] = len(placed)
+                view = graph.call_function(
+                    torch.ops.aten.as_strided.default, (flat, member.shape, member.stride, member.offset)
+                )
+            view.meta["val"] = flat.meta["val"].as_strided(member.shape, member.stride, member.offset)
+            torch_private.copy_node_origin(gradient, view)
+            results[gradient_positions[member.input_index]] = before = view
+        torch_private.copy_node_origin(last, flat)
+        order[flat] = order[last]
+        flat.meta[_GROUP_KEY] = len(placed)
         placed.append(group)
     record.groups = placed
     output.args = (tuple(results),)
@@ -129,10 +132,10 @@ def _why_not(
     return None
 
 
-def _fake_results(parameters: Sequence[fx.Node]) -> list[Tensor]:
+def _fake_flat(parameters: Sequence[fx.Node]) -> Tensor:
     values = [node.meta["val"] for node in parameters]
     with torch_private.fake_mode_for(values):
-        return ops.fake_launch([], values)
+        return torch.empty(sum(v.numel() for v in values), dtype=values[0].dtype, device=values[0].device)
 
 
 def _before_cast(gradient: fx.Node) -> fx.Node:
@@ -160,15 +163,8 @@ def put_collects(graph: fx.Graph, record: GraphRecord) -> None:
         return
     _hoist(graph, launches)
     output = graph.output_node()
-    firsts = []
     with graph.inserting_before(output):
-        for launch in launches:
-            # What is empty has no address to know the buffer by.
-            index = next((i for i, value in enumerate(launch.meta["val"]) if value.numel()), 0)
-            first = graph.call_function(operator.getitem, (launch, index))
-            first.meta["val"] = launch.meta["val"][index]
-            firsts.append(first)
-        collect = graph.call_function(ops.collect, (firsts,))
+        collect = graph.call_function(ops.collect, (launches,))
     collect.meta["val"] = None
     torch_private.copy_node_origin(launches[-1], collect)
     _record_positions(graph, launches, record)
@@ -193,10 +189,11 @@ def _record_positions(graph: fx.Graph, launches: Sequence[fx.Node], record: Grap
     positions = {node: position for position, node in enumerate(graph.nodes)}
     for launch in launches:
         group = record.groups[launch.meta[_GROUP_KEY]]
+        value = launch.meta["val"]
         record.placements.append(
             Placement(
                 group,
-                num_bytes=sum(int(value.numel()) * value.element_size() for value in launch.meta["val"]),
+                num_bytes=int(value.numel()) * value.element_size(),
                 position=positions[launch],
                 fraction=costs[launch] / total if total else positions[launch] / len(graph.nodes),
             )

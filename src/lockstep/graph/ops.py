@@ -1,12 +1,15 @@
 """The two operators that a compiled backward calls: ``launch`` and ``collect``.
 
-    launch(grads, parameters) -> results   the gradients of one bucket, side by side in one buffer that is on its way
-    collect(firsts)                        wait until the buffers that begin with these have arrived
+    launch(grads, parameters) -> flat     the gradients of one bucket, as one buffer that is on its way
+    collect(flats)                        wait until these buffers have arrived
 
 They are opaque to the compiler, and what they do is decided when they run: whether this pass synchronises
 (``no_sync``), what the communication hook does, what has accumulated in ``.grad`` before.  So none of that needs
 another graph.  ``launch`` is given the parameters themselves, not an index: one compiled graph may serve several
 modules of the same shape (blocks of a model, two wrapped models), and each call then finds its own bucket.
+
+[Note: one buffer, not its parts]  ``launch`` could return the gradients as parts of the buffer, and spare the graph the
+work of taking views. But what an operator returns must not share memory, and a compiler may take each part as aligned.
 
 [Note: a list, never a cat]  The gradients go in as a list and are packed outside of the graph.  A ``cat`` in the graph
 would be fused with the reductions that make the gradients; on the GPU that once gave layer-norm gradients that were
@@ -14,8 +17,6 @@ wrong by five orders of magnitude while the loss went on falling (``benchmarks/g
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,30 +28,31 @@ from lockstep.engine import delivery
 _TAGS = (torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe, torch.Tag.pt2_compliant_tag)
 
 _library = torch.library.Library("lockstep", "DEF")
-_library.define("launch(Tensor[] grads, Tensor[] parameters) -> Tensor[]", tags=_TAGS)
-_library.define("collect(Tensor(a!)[] firsts) -> ()", tags=_TAGS)
+_library.define("launch(Tensor[] grads, Tensor[] parameters) -> Tensor", tags=_TAGS)
+_library.define("collect(Tensor(a!)[] flats) -> ()", tags=_TAGS)
 
 
 # Under compiled autograd the compiler watches while these run; there is nothing in them for it.
 @torch.library.impl(_library, "launch", "CompositeExplicitAutograd")
 @torch.compiler.disable
-def _launch(grads: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
+def _launch(grads: list[Tensor], parameters: list[Tensor]) -> Tensor:
     return delivery.deliver(grads, parameters)
 
 
 @torch.library.impl(_library, "collect", "CompositeExplicitAutograd")
 @torch.compiler.disable
-def _collect(firsts: list[Tensor]) -> None:
-    delivery.land(firsts)
+def _collect(flats: list[Tensor]) -> None:
+    delivery.land(flats)
 
 
 @torch.library.register_fake("lockstep::launch", lib=_library)
-def fake_launch(grads: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=p.device) for p in parameters]
+def _fake_launch(grads: list[Tensor], parameters: list[Tensor]) -> Tensor:
+    first = parameters[0]
+    return torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
 
 
 @torch.library.register_fake("lockstep::collect", lib=_library)
-def _fake_collect(firsts: list[Tensor]) -> None:
+def _fake_collect(flats: list[Tensor]) -> None:
     return None
 
 

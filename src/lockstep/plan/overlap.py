@@ -23,9 +23,10 @@ DEFAULT_LAUNCH_SECONDS = 15e-6
 # A gain smaller than this is within what the model on paper can tell; fewer buckets are worth more then.
 _NEGLIGIBLE_GAIN = 0.01
 _SMALLEST_CAP_BYTES, _LARGEST_CAP_BYTES = MIB // 16, 256 * MIB
-# While a bucket is packed its gradients are in memory twice: caps above the default one, and above this part of all
-# gradients, have to gain more than this.
+# While a bucket is packed its gradients are in memory twice. A cap is modest if it is not above the default one, or not
+# above this part of all gradients;
 _MODEST_PART = 1 / 4
+# others have to gain more than this.
 _GAIN_WORTH_MEMORY = 0.03
 # Variants are tried on the even caps within this factor of the best one.
 _VARIANT_FACTOR = 4
@@ -175,7 +176,7 @@ def choose_caps(
 
     chosen = default = consider(BucketCaps())
     if link != LinkModel.free():  # where nothing takes time to travel, nothing speaks for another layout
-        even = [consider(caps) for caps in _even_caps(default.plan.num_bytes)]
+        even = [consider(caps) for caps in _even_caps(_packed_bytes(default.plan))]
         chosen = _fewest_buckets_among_the_best([default, *even], default)
         variants = [consider(caps) for caps in _variants(even, chosen.caps.cap_bytes)]
         varied = _fewest_buckets_among_the_best([chosen, *variants], default)
@@ -186,7 +187,7 @@ def choose_caps(
 
 
 def _fewest_buckets_among_the_best(choices: Sequence[Choice], default: Choice) -> Choice:
-    modest_bytes = max(default.caps.cap_bytes, int(default.plan.num_bytes * _MODEST_PART))
+    modest_bytes = max(default.caps.cap_bytes, int(_packed_bytes(default.plan) * _MODEST_PART))
     modest = [choice for choice in choices if choice.caps.cap_bytes <= modest_bytes]
     if modest and _soonest(choices) >= _soonest(modest) * (1 - _GAIN_WORTH_MEMORY):
         choices = modest
@@ -194,6 +195,11 @@ def _fewest_buckets_among_the_best(choices: Sequence[Choice], default: Choice) -
     limit = min(soonest * (1 + _NEGLIGIBLE_GAIN), max(soonest, default.overlap.end_seconds))
     good = [choice for choice in choices if choice.overlap.end_seconds <= limit]
     return min(good, key=lambda choice: (len(choice.plan), choice.overlap.end_seconds))  # in a tie the first
+
+
+def _packed_bytes(plan: Plan) -> int:
+    """All gradients but the sparse ones, which are a few rows of their parameter and never packed."""
+    return sum(bucket.num_bytes for bucket in plan if not bucket.sparse)
 
 
 def _soonest(choices: Sequence[Choice]) -> float:
