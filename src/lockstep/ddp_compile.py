@@ -45,8 +45,8 @@ logger = logging.getLogger("lockstep")
 
 # Where nothing travels, a bucket is only a cost: few of them, but not so large that a second copy of one hurts.
 _LONE_CAP_BYTES = 256 * 1024 * 1024
-# A bucket costs the computing thread about this much: with its share of the collective on a CPU; on the host of a GPU the
-# Python of a launch, 0.05 ms on a fast one and 0.15 ms on a slow one.
+# A bucket costs the computing thread about this much: on a CPU with its share of the collective; on the host of a GPU
+# the Python of a launch, 0.05 ms on a fast one and 0.15 ms on a slow one.
 _LAUNCH_SECONDS = {"cpu": 2e-4, "cuda": 1e-4}
 # A graph with less of the model than this says little about the whole backward.
 _ENOUGH_OF_THE_MODEL = 0.8
