@@ -187,9 +187,10 @@ def leave_frame_to_python(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def only_hooks_are_ours(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether nobody but one hook after accumulation looks at these parameters' gradients on their way."""
-    if any(map(_hooks_before, parameters)):
+    try:
+        return not any(map(_hooks_before, parameters)) and set(map(len, map(_hooks_after, parameters))) == {1}
+    except TypeError:  # one of them has none at all
         return False
-    return all(after is not None and len(after) == 1 for after in map(_hooks_after, parameters))
 
 
 _hooks_before = attrgetter("_backward_hooks")

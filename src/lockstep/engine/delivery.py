@@ -469,8 +469,9 @@ def leave_memory(slots: Iterable[Slot], buffers: Iterable[Tensor]) -> None:
 
 def _accumulated(bucket: LiveBucket) -> list[Tensor | None] | None:
     """What lies in .grad of each parameter; None if nothing does."""
-    found = list(map(_grad_of, bucket.parameters))
-    return None if set(map(type, found)) == {type(None)} else found
+    if set(map(type, map(_grad_of, bucket.parameters))) == {type(None)}:
+        return None
+    return list(map(_grad_of, bucket.parameters))
 
 
 def _addresses(gradients: Sequence[Tensor | None]) -> list[int] | None:

@@ -320,6 +320,8 @@ class EagerBackward:
 
     def _settle_missing(self) -> None:
         """At the end of a pass: parameters that need not be waited for any longer count as ready."""
+        if self.window.all_launched and not self.static_graph:
+            return
         missing = self.window.missing
         if self._rest_is_unused():
             for slot in missing:

@@ -56,10 +56,9 @@ class SyncWindow:
         slot.bucket.num_pending -= 1
 
     def note_bucket_ready(self, bucket: LiveBucket) -> None:
-        """Count all of a bucket's slots as ready, none of which was."""
+        """Count all of a bucket's slots as ready and used, none of which was ready."""
         for slot in bucket.slots:
             slot.ready = True
-            slot.found_unused = False
         self.ready_order += bucket.slots
         bucket.num_pending = 0
 
