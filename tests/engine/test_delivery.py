@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lockstep
 from lockstep import errors
+from lockstep.engine import packing
 
 ONE_EACH = 1e-5  # MiB: every parameter is a bucket
 
@@ -255,4 +256,20 @@ def test_a_dispatch_mode_around_the_first_backward() -> None:
     assert counter.get_total_flops() > 0
     assert all(p.grad is not None for p in ddp.parameters())
     steps(ddp, model)
+    assert all(bucket.comes_from_graph for bucket in ddp.reducer.buckets)
+
+
+@pytest.mark.parametrize("is_view", [None, False])
+def test_buckets_that_one_call_packs(monkeypatch: pytest.MonkeyPatch, is_view: bool | None) -> None:
+    """As on a GPU, where no buffer is kept."""
+    monkeypatch.setattr(packing.Packing, "_one_call_packs", lambda *_: True)
+    reference = two_layers()
+    ddp, model = compiled(copy.deepcopy(reference), bucket_cap_mb=25, gradient_as_bucket_view=is_view)
+    for _ in range(4):
+        x = torch.randn(2, 4)
+        for module, run in ((ddp, model), (reference, reference)):
+            module.zero_grad()
+            run(x).square().sum().backward()
+        for mine, right in zip(ddp.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, right.grad)
     assert all(bucket.comes_from_graph for bucket in ddp.reducer.buckets)

@@ -158,6 +158,9 @@ class Packing:
         Autograd runs compiled backwards without recording, so nothing here needs to turn it off.
         """
         like = bucket.parameters[0]
+        if accumulated is None and self._one_call_packs(bucket, gradients, like):
+            bucket.flat = torch_private.flatten_dense(list(gradients))
+            return bucket.flat
         buffer = self._buffer_for(bucket, like)
         aside = None if accumulated is None else self._set_aside(bucket, accumulated, buffer)
         # A tensor of its own, so that a buffer that is kept can tell whether anyone still uses it.
@@ -173,6 +176,13 @@ class Packing:
             pairs = [(view, value) for view, value in zip(views, aside, strict=True) if value is not None]
             torch_private.foreach_add([view for view, _ in pairs], [value for _, value in pairs])
         return flat
+
+    def _one_call_packs(self, bucket: LiveBucket, gradients: Sequence[Tensor], like: Tensor) -> bool:
+        """Whether the buffer is new each time and its parts lie as the gradients do, so that none need be named."""
+        if like.device.type == "cpu" or self.ownership is GradOwnership.PERSISTENT or not bucket.all_row_major:
+            return False
+        # A tensor that is alone would come back as a view of itself.
+        return len(gradients) > 1 and set(map(_dtype_of, gradients)) == {like.dtype}
 
     def _divides_on_the_way(self, gradients: Sequence[Tensor], like: Tensor) -> bool:
         """Whether dividing costs nothing while the gradients move: not on a GPU, where one kernel moves them all."""
