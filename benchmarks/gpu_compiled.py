@@ -22,7 +22,6 @@ from timing import interleave
 LINK_BYTES_PER_SECOND = 60e9
 LINK_LATENCY = 3e-5
 BACKWARD_SECONDS = 0.012
-LAUNCH_SECONDS = 1e-4
 
 
 def emulated_link(bytes_per_second: float) -> Any:
@@ -69,6 +68,7 @@ def plan_for_link(module: nn.Module) -> Any:
     """The plan that a wrapper chooses itself when it has measured a link like this one (here there is none)."""
     lockstep_ddp()
     from lockstep import ddp_setup
+    from lockstep.ddp_compile import LAUNCH_SECONDS
     from lockstep.plan.link import LinkModel
     from lockstep.plan.overlap import Pace, choose_caps, pace_from_total
 
@@ -79,7 +79,7 @@ def plan_for_link(module: nn.Module) -> Any:
     marks = pace_from_total(inner, 0.75 * BACKWARD_SECONDS).ready_seconds
     ready = {spec.name: 0.25 * BACKWARD_SECONDS + marks.get(spec.name, 0.75 * BACKWARD_SECONDS) for spec in specs}
     pace = Pace(ready, BACKWARD_SECONDS)
-    return choose_caps(specs, pace, link, launch_seconds=LAUNCH_SECONDS).plan
+    return choose_caps(specs, pace, link, launch_seconds=LAUNCH_SECONDS["cuda"]).plan
 
 
 class CompiledTrainer(Trainer):

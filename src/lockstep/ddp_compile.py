@@ -47,7 +47,7 @@ logger = logging.getLogger("lockstep")
 _LONE_CAP_BYTES = 256 * 1024 * 1024
 # A bucket costs the computing thread about this much: on a CPU with its share of the collective; on the host of a GPU
 # the Python of a launch, 0.05 ms on a fast one and 0.15 ms on a slow one.
-_LAUNCH_SECONDS = {"cpu": 2e-4, "cuda": 1e-4}
+LAUNCH_SECONDS = {"cpu": 2e-4, "cuda": 1e-4}
 # A graph with less of the model than this says little about the whole backward.
 _ENOUGH_OF_THE_MODEL = 0.8
 
@@ -225,7 +225,7 @@ class Compilation:
         speed = measure_flops_per_second(self.device, self._compute_dtype())
         pace = pace_of(gm, names, speed)
         ready = {spec.name: pace.ready_seconds.get(spec.name, pace.backward_seconds) for spec in specs}
-        launch_seconds = _LAUNCH_SECONDS.get(self.device.type, _LAUNCH_SECONDS["cuda"])
+        launch_seconds = LAUNCH_SECONDS.get(self.device.type, LAUNCH_SECONDS["cuda"])
         choice = choose_caps(
             specs, Pace(ready, pace.backward_seconds), self._link, launch_seconds=launch_seconds, ready_order=order
         )

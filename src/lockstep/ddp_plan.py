@@ -108,7 +108,7 @@ class PlanKeeping:
         if (
             any(p.requires_grad for p in self._frozen)
             or self._registrations_seen != module_watch.num_registrations()
-            or n % 1000 == 0
+            or n % 100 == 0
             or n & (n - 1) == 0
         ):
             self._registrations_seen = module_watch.num_registrations()

@@ -185,16 +185,16 @@ def leave_frame_to_python(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+_hooks_before = attrgetter("_backward_hooks")
+_hooks_after = attrgetter("_post_accumulate_grad_hooks")
+
+
 def only_hooks_are_ours(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether nobody but one hook after accumulation looks at these parameters' gradients on their way."""
     try:
         return not any(map(_hooks_before, parameters)) and set(map(len, map(_hooks_after, parameters))) == {1}
     except TypeError:  # one of them has none at all
         return False
-
-
-_hooks_before = attrgetter("_backward_hooks")
-_hooks_after = attrgetter("_post_accumulate_grad_hooks")
 
 
 def engine_will_run(node: Any) -> bool:

@@ -168,9 +168,13 @@ def test_a_slow_link_between_two_hosts_gets_buckets_of_about_a_mebibyte(latency:
 def test_a_fast_link_of_a_gpu_gets_large_buckets_and_a_small_last_one(launch: float) -> None:
     """60 GB/s, 500 MB of gradients, a backward of 13 ms."""
     specs = [spec(f"p{i}", 4 * MIB) for i in range(120)]
-    choice = choose_caps(specs, pace_from_total(specs, 13e-3), LinkModel(50e-6, 60e9), launch_seconds=launch)
+    pace, link = pace_from_total(specs, 13e-3), LinkModel(50e-6, 60e9)
+    choice = choose_caps(specs, pace, link, launch_seconds=launch)
     assert 10e6 <= choice.caps.cap_bytes <= 500e6 / 4
     assert choice.plan.buckets[-1].num_bytes < 40e6
+    even = build_plan(specs, BucketCaps(25 * MIB, 25 * MIB))
+    assert choice.overlap.end_seconds <= simulate(even, pace, link, launch).end_seconds
+    assert launch == 0 or len(choice.plan) < len(even)
 
 
 def test_smaller_buckets_at_the_end_come_in_when_they_gain() -> None:

@@ -28,7 +28,7 @@ communication hook makes something else than a mean, the step is lost, and an er
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,7 @@ from torch import Tensor
 
 from lockstep import errors, torch_private
 from lockstep.engine.bucket import LiveBucket, Slot, in_memory_order
-from lockstep.engine.packing import GradOwnership
+from lockstep.engine.packing import GradOwnership, leave_memory
 
 if TYPE_CHECKING:
     from lockstep.engine.eager import EagerBackward
@@ -346,13 +346,7 @@ class Deliveries:
     ) -> None:
         for slot, gradient, address in zip(bucket.slots, gradients, expected, strict=True):
             if gradient is None:
-                raise errors.unfinished_reduction(
-                    [slot.place],
-                    rank=self._backward.reducer.rank,
-                    num_parameters=len(self._backward.reducer.slots),
-                    finds_unused=self._backward.finds_unused,
-                    static_graph=self._backward.static_graph,
-                )
+                raise self._backward.unfinished([slot])
             if slot.num_elements and gradient.data_ptr() != address:
                 self._note_addition(bucket, slot)
 
@@ -428,14 +422,7 @@ class Deliveries:
     def require_seen(self) -> None:
         """Before a forward, and an optimizer step on these: nothing was accumulated that no pass looked at."""
         if self.recorded:
-            places = [self._backward.slot_of(parameter).place for parameter in self.recorded]
-            raise errors.unfinished_reduction(
-                places,
-                rank=self._backward.reducer.rank,
-                num_parameters=len(self._backward.reducer.slots),
-                finds_unused=self._backward.finds_unused,
-                static_graph=self._backward.static_graph,
-            )
+            raise self._backward.unfinished(map(self._backward.slot_of, self.recorded))
 
     def reset(self) -> None:
         """After an error: nothing that had accumulated before is lost."""
@@ -454,17 +441,6 @@ class Deliveries:
                 if slot.kept_value is not None:  # it lay in the buffer that was written over, and may travel still
                     slot.kept_grad.data = slot.kept_value
                 slot.parameter.grad, slot.kept_grad, slot.kept_value = slot.kept_grad, None, None
-
-
-def leave_memory(slots: Iterable[Slot], buffers: Iterable[Tensor]) -> None:
-    """Give every .grad that lies in one of these buffers memory of its own."""
-    homes = {buffer.untyped_storage().data_ptr() for buffer in buffers}
-    for slot in slots:
-        gradient = slot.parameter.grad
-        if gradient is None or gradient.is_sparse or slot.is_dtensor:
-            continue  # such a gradient never lies in a flat buffer
-        if gradient.untyped_storage().data_ptr() in homes:
-            gradient.data = gradient.clone()
 
 
 def _accumulated(bucket: LiveBucket) -> list[Tensor | None] | None:

@@ -33,7 +33,8 @@ from torch.autograd.profiler import record_function
 
 from lockstep import errors, torch_private
 from lockstep.engine.bucket import LiveBucket, Slot
-from lockstep.engine.delivery import Deliveries, leave_memory, register, unregister
+from lockstep.engine.delivery import Deliveries, register, unregister
+from lockstep.engine.packing import leave_memory
 from lockstep.engine.reducer import Reducer
 from lockstep.engine.used import find_tensors, parameters_reached_from
 from lockstep.engine.window import SyncWindow
@@ -466,13 +467,17 @@ class EagerBackward:
         self.deliveries.require_seen()
         if self.window.is_open:
             with self.telling_peers():
-                raise errors.unfinished_reduction(
-                    [slot.place for slot in self.window.missing],
-                    rank=self.reducer.rank,
-                    num_parameters=len(self.reducer.slots),
-                    finds_unused=self.finds_unused,
-                    static_graph=self.static_graph,
-                )
+                raise self.unfinished(self.window.missing)
+
+    def unfinished(self, slots: Iterable[Slot]) -> errors.LockstepError:
+        """The error for parameters whose gradients no reduction has seen."""
+        return errors.unfinished_reduction(
+            [slot.place for slot in slots],
+            rank=self.reducer.rank,
+            num_parameters=len(self.reducer.slots),
+            finds_unused=self.finds_unused,
+            static_graph=self.static_graph,
+        )
 
     def reset(self) -> None:
         """Forget the current window, after an error in a backward that was caught."""

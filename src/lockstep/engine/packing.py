@@ -12,7 +12,7 @@ In all three the tensor object in .grad survives: only what it points at changes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from itertools import compress
 from operator import attrgetter
@@ -157,8 +157,9 @@ class Packing:
 
         Autograd runs compiled backwards without recording, so nothing here needs to turn it off.
         """
-        like = bucket.parameters[0]
-        if accumulated is None and self._one_call_packs(bucket, gradients, like):
+        like, dtypes = bucket.parameters[0], list(map(_dtype_of, gradients))
+        is_uniform = set(dtypes) == {like.dtype}
+        if is_uniform and accumulated is None and self._one_call_packs(bucket, like):
             bucket.flat = torch_private.flatten_dense(list(gradients))
             return bucket.flat
         buffer = self._buffer_for(bucket, like)
@@ -166,29 +167,26 @@ class Packing:
         # A tensor of its own, so that a buffer that is kept can tell whether anyone still uses it.
         bucket.flat = flat = buffer.view(-1)
         views = bucket.views(flat)
-        if aside is None and leaves_now and self._divides_on_the_way(gradients, like):
+        if is_uniform and aside is None and leaves_now and self._divides_on_the_way(like):
             for gradient, view, slot in zip(gradients, views, bucket.slots, strict=True):
                 torch.mul(gradient, self._factor, out=view)
                 slot.is_divided = bucket.has_divided = True
         else:
-            _copy_by_kind(views, list(gradients), all_row_major=bucket.all_row_major)
+            _copy_by_kind(views, gradients, dtypes, all_row_major=bucket.all_row_major)
         if aside is not None:
             pairs = [(view, value) for view, value in zip(views, aside, strict=True) if value is not None]
             torch_private.foreach_add([view for view, _ in pairs], [value for _, value in pairs])
         return flat
 
-    def _one_call_packs(self, bucket: LiveBucket, gradients: Sequence[Tensor], like: Tensor) -> bool:
+    def _one_call_packs(self, bucket: LiveBucket, like: Tensor) -> bool:
         """Whether the buffer is new each time and its parts lie as the gradients do, so that none need be named."""
-        if like.device.type == "cpu" or self.ownership is GradOwnership.PERSISTENT or not bucket.all_row_major:
+        if like.device.type == "cpu" or self.ownership is GradOwnership.PERSISTENT:
             return False
-        # A tensor that is alone would come back as a view of itself.
-        return len(gradients) > 1 and set(map(_dtype_of, gradients)) == {like.dtype}
+        return bucket.all_row_major and len(bucket.slots) > 1  # what is alone would come back as a view of itself
 
-    def _divides_on_the_way(self, gradients: Sequence[Tensor], like: Tensor) -> bool:
+    def _divides_on_the_way(self, like: Tensor) -> bool:
         """Whether dividing costs nothing while the gradients move: not on a GPU, where one kernel moves them all."""
-        if like.device.type != "cpu" or self._factor == 1.0 or not self._divides_first(like):
-            return False
-        return set(map(_dtype_of, gradients)) == {like.dtype}
+        return like.device.type == "cpu" and self._factor != 1.0 and self._divides_first(like)
 
     def _set_aside(
         self, bucket: LiveBucket, accumulated: Sequence[Tensor | None], buffer: Tensor
@@ -268,15 +266,25 @@ def _all_are(gradients: Sequence[Tensor | None], dtype: torch.dtype) -> bool:
     return all(g is not None and g.dtype is dtype for g in gradients)
 
 
-def _copy_by_kind(targets: list[Tensor], sources: list[Tensor], *, all_row_major: bool) -> None:
+def _copy_by_kind(
+    targets: Sequence[Tensor], sources: Sequence[Tensor], dtypes: Sequence[torch.dtype], *, all_row_major: bool
+) -> None:
     """Copy each source into its target, those of one dtype and memory order by one kernel, as it takes no others."""
-    kinds: list[Any] = list(map(_dtype_of, sources))
+    kinds: Sequence[Any] = dtypes
     if not (all_row_major and all(map(Tensor.is_contiguous, sources))):
         same_order = [s.stride() == t.stride() for s, t in zip(sources, targets, strict=True)]
-        kinds = list(zip(kinds, same_order, strict=True))
-    if kinds.count(kinds[0]) == len(kinds):
-        torch_private.foreach_copy(targets, sources)
-        return
+        kinds = list(zip(dtypes, same_order, strict=True))
     for kind in dict.fromkeys(kinds):
         chosen = [k == kind for k in kinds]
         torch_private.foreach_copy(list(compress(targets, chosen)), list(compress(sources, chosen)))
+
+
+def leave_memory(slots: Iterable[Slot], buffers: Iterable[Tensor]) -> None:
+    """Give every .grad that lies in one of these buffers memory of its own."""
+    homes = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+    for slot in slots:
+        gradient = slot.parameter.grad
+        if gradient is None or gradient.is_sparse or slot.is_dtensor:
+            continue  # such a gradient never lies in a flat buffer
+        if gradient.untyped_storage().data_ptr() in homes:
+            gradient.data = gradient.clone()

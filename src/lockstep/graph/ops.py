@@ -32,7 +32,8 @@ _library.define("launch(Tensor[] grads, Tensor[] parameters) -> Tensor", tags=_T
 _library.define("collect(Tensor(a!)[] flats) -> ()", tags=_TAGS)
 
 
-# Under compiled autograd the compiler watches while these run; there is nothing in them for it.
+# Where a backward is called by compiled code, or by compiled autograd, the compiler watches while these run; there is
+# nothing in them for it.
 @torch.library.impl(_library, "launch", "CompositeExplicitAutograd")
 @torch.compiler.disable
 def _launch(grads: list[Tensor], parameters: list[Tensor]) -> Tensor:
