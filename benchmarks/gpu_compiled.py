@@ -67,12 +67,12 @@ def wrapped(wrapper: str, module: nn.Module, link: bool, **options: Any) -> nn.M
 def plan_for_link(module: nn.Module) -> Any:
     """The plan that a wrapper chooses itself when it has measured a link like this one (here there is none)."""
     lockstep_ddp()
-    from lockstep import ddp_setup
-    from lockstep.ddp_compile import LAUNCH_SECONDS
+    from lockstep.ddp import setup
+    from lockstep.ddp.compilation import LAUNCH_SECONDS
     from lockstep.plan.link import LinkModel
     from lockstep.plan.overlap import Pace, choose_caps, pace_from_total
 
-    specs = ddp_setup.specs_of(ddp_setup.trainable_slots(module, set()), set())
+    specs = setup.specs_of(setup.trainable_slots(module, set()), set())
     link = LinkModel(LINK_LATENCY, LINK_BYTES_PER_SECOND)
     # The head comes first and takes a quarter of the backward; the embeddings are last and take next to none.
     inner = [spec for spec in specs if not spec.name.startswith(("symbols", "places"))]

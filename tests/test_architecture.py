@@ -25,15 +25,7 @@ ALLOWED = {
     "errors": set(),
     "torch_private": set(),
     "version": set(),
-    "ddp_setup": {"plan", "engine", "agree"},
-    "ddp_torch_names": {"plan", "engine", "agree", "observe", "ddp_setup", "state_dict", "ddp"},
-    "ddp_plan": {"plan", "engine", "agree", "observe", "ddp_setup"},
-    "ddp_compile": {"graph", "plan", "engine", "agree", "observe", "ddp_setup"},
-    "ddp_join": {"engine", "agree"},
-    "ddp": {
-        *("graph", "plan", "engine", "agree", "observe"),
-        *("ddp_setup", "ddp_plan", "ddp_compile", "ddp_join", "ddp_torch_names"),
-    },
+    "ddp": {"graph", "plan", "engine", "agree", "observe", "state_dict"},
 }
 COMMON = {"errors", "torch_private", "version"}
 HARD_CAP = 600

@@ -133,7 +133,7 @@ def ignore(module: nn.Module, rng: random.Random, kwargs: dict[str, Any]) -> str
 
 
 def other_plan(module: nn.Module, rng: random.Random, kwargs: dict[str, Any]) -> str:
-    from lockstep import ddp_setup as setup
+    from lockstep.ddp import setup
     from lockstep.plan import build_plan
 
     specs = setup.specs_of(setup.trainable_slots(module, set()), set())

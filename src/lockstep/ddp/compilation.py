@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from lockstep import ddp_setup as setup
 from lockstep import torch_private
+from lockstep.ddp import setup
 from lockstep.engine.flight import blocks_host
 from lockstep.engine.link import measure_link
 from lockstep.graph.backend import OverlapCompiler

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
-from lockstep import ddp_setup as setup
 from lockstep import torch_private
+from lockstep.ddp import setup
 from lockstep.engine.grad_bucket import GradBucket
 from lockstep.engine.module_state import broadcast_tensors
 from lockstep.state_dict import rename_keys

@@ -1,7 +1,7 @@
 """The wrapper: torch's DistributedDataParallel by the same names, on our reducer.
 
 The constructor is a recipe of named calls; ``forward`` is three moments (before, the module, after).  The names that
-people and libraries reach for inside torch's class live in ``ddp_torch_names.py``.
+people and libraries reach for inside torch's class live in ``ddp/torch_names.py``.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
-from lockstep import ddp_setup as setup
 from lockstep import torch_private
 from lockstep.agree.board import open_board
 from lockstep.agree.model import agree_on_model, wrap_failures_told
 from lockstep.agree.watch import Watch
-from lockstep.ddp_compile import Compilation
-from lockstep.ddp_join import UnevenInputs
-from lockstep.ddp_plan import PlanKeeping
-from lockstep.ddp_torch_names import TorchNames
+from lockstep.ddp import setup
+from lockstep.ddp.compilation import Compilation
+from lockstep.ddp.plan_keeper import PlanKeeping
+from lockstep.ddp.torch_names import TorchNames
+from lockstep.ddp.uneven import UnevenInputs
 from lockstep.engine import step_guard
 from lockstep.engine.bucket import Slot
 from lockstep.engine.delayed import DelayedReduction
@@ -499,4 +499,6 @@ def _overlap_compiler(
 
 torch_private.stand_in_for_ddp_optimizer(_overlap_compiler)
 
+# Where users find it; the file is a matter of ours.
+DistributedDataParallel.__module__ = "lockstep.ddp"
 DDP = DistributedDataParallel

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep import ddp_setup as setup
 from lockstep import errors
+from lockstep.ddp import setup
 from lockstep.engine import module_watch
 from lockstep.engine.bucket import Slot
 from lockstep.plan import Plan
