@@ -675,3 +675,116 @@ def graph_input_name(node: Any) -> str:
     if not isinstance(name, str):
         return str(node.target)
     return re.sub(r"^L\['(\w+)'\]", r"\1", name)
+
+
+# ---------------------------------------------------------------- groups of the host
+
+
+def has_host_groups() -> bool:
+    """Whether this torch was built with gloo, which carries what ranks compare."""
+    return bool(dist.is_available() and dist.is_gloo_available())
+
+
+def group_timeout(process_group: Any) -> Any:
+    """How long a collective of this group may take; torch has a setter for it, but no question."""
+    from datetime import timedelta
+
+    for device in ("cpu", "cuda"):
+        try:
+            return process_group._get_backend(torch.device(device)).options._timeout
+        except (RuntimeError, AttributeError):
+            continue
+    return timedelta(minutes=30)
+
+
+def host_group(prefix: str, rank: int, world: int, timeout: Any) -> Any:
+    """A gloo group that is known to nobody else; ``new_group`` would register it, and needs all ranks of the world."""
+    store = dist.PrefixStore(prefix, _get_default_store())
+    return dist.ProcessGroupGloo(store, rank, world, timeout)
+
+
+def host_all_reduce(group: Any, numbers: torch.Tensor, op: str) -> Any:
+    """Start uniting the bits of numbers, or adding them up, in place; returns the work."""
+    options = _options.get(op)
+    if options is None:
+        options = AllreduceOptions()
+        options.reduceOp = {"or": dist.ReduceOp.BOR, "sum": dist.ReduceOp.SUM}[op]
+        options.asyncOp = True
+        _options[op] = options
+    return group.allreduce([numbers], options)
+
+
+_COLLECTIVES = (
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "_allgather_base", "gather", "scatter"),
+    *("reduce_scatter", "_reduce_scatter_base", "alltoall", "alltoall_base", "barrier"),
+)
+_watched: dict[int, tuple[Any, Callable[[str], None]]] = {}
+
+
+def watch_collectives(process_group: Any, note: Callable[[str], None]) -> None:
+    """Call ``note(operation)`` whenever anyone starts a collective on this group; torch has no hook for it."""
+    _watched[id(process_group)] = (process_group, note)
+    if getattr(dist.ProcessGroup.allreduce, "tells_lockstep", False):
+        return
+    for name in _COLLECTIVES:
+        original = getattr(dist.ProcessGroup, name, None)
+        if original is not None:
+            setattr(dist.ProcessGroup, name, _telling(name, original))
+
+
+def _telling(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def started(group: Any, *args: Any, **kwargs: Any) -> Any:
+        entry = _watched.get(id(group))
+        if entry is not None:
+            entry[1](name)
+        return original(group, *args, **kwargs)
+
+    started.tells_lockstep = True  # type: ignore[attr-defined]
+    return started
+
+
+def current_node() -> Any:
+    """The autograd node that the engine evaluates on this thread; None outside of a backward."""
+    return torch._C._current_autograd_node()
+
+
+def will_run_all(nodes: Iterable[Any]) -> bool:
+    """Whether the backward that is running now comes to all of these nodes; see ``engine_will_run``."""
+    try:
+        return all(map(torch._C._will_engine_execute_node, nodes))
+    except RuntimeError:
+        return False
+
+
+def move_hook_to_end(parameter: torch.Tensor, hook_id: int) -> bool:
+    """Let one hook after accumulation be the last to run; returns whether it was the last already."""
+    hooks: Any = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    if next(reversed(hooks)) == hook_id:
+        return True
+    hooks.move_to_end(hook_id)
+    return False
+
+
+# The hooks that run after a parameter's gradient was accumulated, by id and in order; there is a public way to add one,
+# and none to see the others.
+hooks_after: Callable[[torch.Tensor], Any] = _hooks_after
+
+
+def graph_task_id() -> int:
+    """A number for the backward that is running on this thread; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def is_compiled_node(node: Any) -> bool:
+    """Whether this node of autograd's graph is the backward of a compiled region; its class has no public name."""
+    return bool(node.name() == "CompiledFunctionBackward")
+
+
+def accumulation_positions(node: Any) -> dict[int, int]:
+    """For each parameter that this node hands a gradient to, by ``id``: which of its results that is."""
+    positions = {}
+    for position, (following, _) in enumerate(node.next_functions):
+        variable = getattr(following, "variable", None)
+        if variable is not None:
+            positions[id(variable)] = position
+    return positions
