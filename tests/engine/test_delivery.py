@@ -34,7 +34,7 @@ def steps(ddp: lockstep.DDP, model: Any, num: int = 4) -> None:
     for _ in range(num):
         ddp.zero_grad()
         model(torch.ones(2, 4)).sum().backward()
-    assert all(bucket.comes_from_graph for bucket in ddp.reducer.buckets)
+    assert all(bucket.left_in_graph for bucket in ddp.reducer.buckets)
 
 
 def test_buckets_come_from_the_graph_after_one_step_of_watching() -> None:
@@ -43,7 +43,7 @@ def test_buckets_come_from_the_graph_after_one_step_of_watching() -> None:
     for _ in range(3):
         ddp.zero_grad()
         model(torch.ones(2, 4)).sum().backward()
-        came.append(all(bucket.comes_from_graph for bucket in ddp.reducer.buckets))
+        came.append(all(bucket.left_in_graph for bucket in ddp.reducer.buckets))
     assert came == [False, True, True]
 
 
@@ -52,7 +52,7 @@ def test_a_backward_that_reaches_half_the_model_leaves_the_window_open() -> None
     steps(ddp, model)
     ddp.zero_grad()
     ddp.module[1](torch.ones(2, 4)).sum().backward()
-    assert ddp.backward.window.is_open
+    assert ddp.step.state.value == "open"
     assert ddp.module[0].weight.grad is None
     with pytest.raises(errors.UnfinishedReduction, match=r"0\.weight"):
         model(torch.ones(2, 4))
@@ -185,7 +185,7 @@ def test_probation_is_not_fooled_by_memory_that_nobody_else_holds() -> None:
         ddp.zero_grad()
         ddp(torch.ones(2, 4)).sum().backward()
     by_name = {bucket.spec.names: bucket for bucket in ddp.reducer.buckets}
-    assert not by_name[("trunk.weight",)].comes_from_graph
+    assert not by_name[("trunk.weight",)].left_in_graph
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
@@ -207,7 +207,7 @@ def test_a_second_wrapper_that_is_gone_leaves_the_first_as_it_was() -> None:
     for _ in range(3):
         ddp.zero_grad()
         model(torch.ones(2, 4)).sum().backward()
-        assert not ddp.backward.window.is_open
+        assert ddp.step.state.value == "idle"
         assert all(p.grad is not None for p in module.parameters())
 
 
@@ -256,7 +256,7 @@ def test_a_dispatch_mode_around_the_first_backward() -> None:
     assert counter.get_total_flops() > 0
     assert all(p.grad is not None for p in ddp.parameters())
     steps(ddp, model)
-    assert all(bucket.comes_from_graph for bucket in ddp.reducer.buckets)
+    assert all(bucket.left_in_graph for bucket in ddp.reducer.buckets)
 
 
 @pytest.mark.parametrize("is_view", [None, False])
@@ -272,4 +272,4 @@ def test_buckets_that_one_call_packs(monkeypatch: pytest.MonkeyPatch, is_view: b
             run(x).square().sum().backward()
         for mine, right in zip(ddp.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, right.grad)
-    assert all(bucket.comes_from_graph for bucket in ddp.reducer.buckets)
+    assert all(bucket.left_in_graph for bucket in ddp.reducer.buckets)

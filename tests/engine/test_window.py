@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lockstep.engine.window import SyncWindow
 from torch import nn
 
 from lockstep.engine.bucket import LiveBucket, Slot, flatten_gradient, is_dense
-from lockstep.engine.window import SyncWindow
 from lockstep.plan import BucketCaps, ParameterSpec, build_plan
 
 

@@ -61,8 +61,8 @@ def test_the_backend_is_known_by_name_with_mode_and_options() -> None:
 def test_strategy(backend: Any, overlap: str | None, expected: str) -> None:
     ddp = lockstep.DDP(model(), bucket_cap_mb=1e-5, overlap=overlap)
     train(ddp, torch.compile(ddp, backend=backend))
-    assert {record.strategy for record in ddp.backward.graphs} == {expected}
-    assert all(bucket.comes_from_graph == (expected == "graph") for bucket in ddp.reducer.buckets)
+    assert {record.strategy for record in ddp._graphs} == {expected}
+    assert all(bucket.left_in_graph == (expected == "graph") for bucket in ddp.reducer.buckets)
 
 
 def test_a_backend_without_a_backward_cannot_do_graph() -> None:
@@ -75,7 +75,7 @@ def test_dynamo_config_turns_overlap_off() -> None:
     ddp = lockstep.DDP(model())
     with torch._dynamo.config.patch(optimize_ddp=False):
         train(ddp, torch.compile(ddp, backend="aot_eager"))
-    assert not ddp.backward.graphs
+    assert not ddp._graphs
 
 
 def test_a_pass_of_the_user_runs_before_ours_and_sees_no_launch() -> None:
@@ -87,7 +87,7 @@ def test_a_pass_of_the_user_runs_before_ours_and_sees_no_launch() -> None:
     ddp = lockstep.DDP(model(), bucket_cap_mb=1e-5)
     train(ddp, torch.compile(ddp, options={"joint_custom_post_pass": look}), num=2)
     assert seen == [0]
-    assert all(bucket.comes_from_graph for bucket in ddp.reducer.buckets)
+    assert all(bucket.left_in_graph for bucket in ddp.reducer.buckets)
 
 
 def test_autocast_gradients_are_packed_before_they_are_cast() -> None:
@@ -174,7 +174,7 @@ def test_a_changed_plan_compiles_anew() -> None:
     train(ddp, run, num=3)
     module[2].requires_grad_(True)
     train(ddp, run, num=3)
-    assert all(bucket.comes_from_graph for bucket in ddp.reducer.buckets)
+    assert all(bucket.left_in_graph for bucket in ddp.reducer.buckets)
     assert "2.weight" in {name for bucket in ddp.plan for name in bucket.names}
 
 
@@ -193,4 +193,4 @@ def test_sizes_at_which_gradients_begin_anywhere(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(graph, "should_assume_input_aligned", utils.tensor_is_aligned)
     ddp = lockstep.DDP(nn.Sequential(nn.Linear(4, 15), nn.LayerNorm(15), nn.Linear(15, 10)))
     train(ddp, torch.compile(ddp))
-    assert all(bucket.comes_from_graph for bucket in ddp.reducer.buckets)
+    assert all(bucket.left_in_graph for bucket in ddp.reducer.buckets)

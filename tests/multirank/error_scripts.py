@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import lockstep
 
@@ -26,20 +25,6 @@ class TwoHeads(nn.Module):
     def forward(self, x: torch.Tensor, use_b: bool = False) -> torch.Tensor:
         x = self.trunk(x)
         return self.head_a(x) + self.head_b(x) if use_b else self.head_a(x)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, times: int) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.layer = nn.Linear(4, 4)
-        self.times = times
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for _ in range(self.times):
-            x = checkpoint(self.layer, x, use_reentrant=True)
-        return x
 
 
 def step(ddp: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -80,14 +65,6 @@ def unused_on_one_rank_only() -> None:
     for _ in range(2):
         step(ddp, use_b=dist.get_rank() == 0)
         optimizer.step()
-
-
-def checkpointed_twice() -> None:
-    step(lockstep.DDP(Checkpointed(2)))
-
-
-def found_unused_but_used() -> None:
-    step(lockstep.DDP(Checkpointed(1), find_unused_parameters=True))
 
 
 def static_graph_grows() -> None:

@@ -135,13 +135,14 @@ def check_teacher_and_student() -> None:
 def sent_by(pair: Pair) -> list[int]:
     """Filled with the index of every bucket whose collective starts from now on."""
     sent: list[int] = []
-    start = pair.ddp.reducer.start
+    exchange = pair.ddp.step.reducer.exchange
+    start = exchange.start
 
-    def start_and_note(bucket: Any, flat: Tensor) -> Any:
+    def start_and_note(bucket: Any, flat: Tensor, *, is_last: bool) -> Any:
         sent.append(bucket.index)
-        return start(bucket, flat)
+        return start(bucket, flat, is_last=is_last)
 
-    pair.ddp.reducer.start = start_and_note
+    exchange.start = start_and_note
     return sent
 
 
@@ -169,7 +170,7 @@ def train_beside_gradients_of_inputs(options: dict[str, Any]) -> None:
             torch.testing.assert_close(ours, theirs)
             losses[0] = losses[0] if step % 2 else loss
         assert sent == [], "gradients of inputs were reduced"
-        assert pair.ddp.backward.deliveries._passed == [], "buffers are kept that nobody needs"
+        assert all(bucket.flat is None for bucket in pair.ddp.reducer.buckets), "buffers are kept that nobody needs"
         for loss in losses:
             loss.backward()
         assert sent == list(range(len(pair.ddp.reducer.buckets)))

@@ -1,22 +1,22 @@
 """A parameter of a compiled model that is used outside of its graph as well, or by a second graph.
 
-Beside several graphs, a use that begins late may find the bucket travelling; then the step is lost with an error on all
-ranks, and the steps after it are right again.  See [Note: an addition that comes later] in engine/delivery.py.
+Such a use may find the bucket travelling; what it brings is reduced by itself then.  See [Note: what comes late] in
+engine/step.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from multirank.harness import expect_errors, lockstep_only, run_ranks
 from multirank.models import MLP, squared_error
-from multirank.test_compiled_features import DTYPE, MODES, ONE_EACH, PRELOAD, VIEWS, Pair, SharedAcrossBreak, Stack
+from multirank.test_compiled_features import DTYPE, ONE_EACH, PRELOAD, VIEWS, Pair, SharedAcrossBreak, Stack
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
 
@@ -36,10 +36,9 @@ class Chain(MLP):
         return self.layers[4](h)
 
 
-# Whether the step is lost. What the last graph of the backward delivers has arrived when autograd adds the rest to it.
 LATE = {
-    "breaks": {"layers.0.weight": False, "layers.2.weight": True, "layers.4.bias": True, "reuses": True},
-    "blocks": {"layers.0.qkv.weight": False, "layers.1.qkv.weight": True, "layers.2.norm2.bias": True},
+    "breaks": ["layers.0.weight", "layers.2.weight", "layers.4.bias", "reuses"],
+    "blocks": ["layers.0.qkv.weight", "layers.1.qkv.weight", "layers.2.norm2.bias"],
 }
 
 
@@ -58,51 +57,49 @@ def late_loss(model: Any, module: Any, batch: Any, use: str) -> Tensor:
     return squared_error(model, batch) + 0.3 * module.get_parameter(use).pow(2).sum()
 
 
-def memory_of(tensors: Iterable[Tensor | None]) -> set[int]:
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
-
-
-def begin_late(name: str, use: str, first: int, **options: Any) -> list[int]:
-    """The steps that were lost, each of which is repeated."""
-    import lockstep
-
-    pair, lost = late_pair(name, **options), []
+def begin_late(name: str, use: str, first: int, ranks: tuple[int, ...], **options: Any) -> None:
+    pair = late_pair(name, **options)
+    share = len(ranks) / dist.get_world_size()
     for step in pair.each(first + 4):
         if step < first:
             pair.backward(step)
             continue
-        late_loss(pair.plain, pair.plain, pair.case.batch(step, DTYPE), use).backward()
-        try:
-            late_loss(pair.model, pair.module, pair.mine(step), use).backward()
-        except lockstep.errors.LockstepError as error:
-            if ("layers.0.weight" if use == "reuses" else use) not in str(error):
-                raise
-            lost.append(step)
-            travelling = [bucket.flat for bucket in pair.ddp.reducer.buckets if bucket.flight is not None]
-            pair.ddp.reset_sync_window()
-            assert not memory_of(travelling) & memory_of(p.grad for p in pair.module.parameters())
-            pair.module.zero_grad(set_to_none=step % 3 != 2)
-            dist.barrier()
-            late_loss(pair.model, pair.module, pair.mine(step), use).backward()
-    return lost
+        whole = pair.case.batch(step, DTYPE)
+        plain = late_loss(pair.plain, pair.plain, whole, use)
+        if use != "reuses":
+            plain = squared_error(pair.plain, whole) + share * 0.3 * pair.plain.get_parameter(use).pow(2).sum()
+        plain.backward()
+        is_late = dist.get_rank() in ranks
+        loss = late_loss(pair.model, pair.module, pair.mine(step), use) if is_late else pair.losses(step)[0]
+        loss.backward()
 
 
-def begin_late_in_every_way(name: str) -> dict[str, list[list[int]]]:
+def begin_late_in_every_way(name: str) -> None:
     """In step 5, gradients were zeroed in place; in step 3, they are None."""
-    return {
-        use: [begin_late(name, use, 5, **some) for some in VIEWS] + [begin_late(name, use, 3, **some) for some in MODES]
-        for use in LATE[name]
-    }
+    for use in LATE[name]:
+        for options in VIEWS:
+            begin_late(name, use, 5, (0, 1), **options)
+        begin_late(name, use, 3, (0, 1), find_unused_parameters=True)
 
 
 @pytest.mark.parametrize("name", LATE)
 def test_a_use_that_begins_late_beside_several_graphs(name: str) -> None:
-    expected = {use: [[5]] * 3 + [[3]] * 2 if is_lost else [[]] * 5 for use, is_lost in LATE[name].items()}
-    assert run_ranks(2, begin_late_in_every_way, name, preload=PRELOAD) == [expected] * 2
+    run_ranks(2, begin_late_in_every_way, name, preload=PRELOAD)
 
 
 def begin_late_on_one_rank(name: str, use: str) -> None:
-    pair = late_pair(name)
+    for options in VIEWS:
+        begin_late(name, use, 3, (1,), **options)
+
+
+@pytest.mark.parametrize(("name", "use"), [("breaks", "layers.2.weight"), ("blocks", "layers.2.norm2.bias")])
+def test_a_use_that_begins_late_on_one_rank(name: str, use: str) -> None:
+    run_ranks(2, begin_late_on_one_rank, name, use, preload=PRELOAD)
+
+
+def begin_late_under_a_hook(use: str) -> None:
+    pair = late_pair("breaks")
+    pair.ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     for step in range(8):
         pair.module.zero_grad()
         is_late = step >= 3 and dist.get_rank() == 1
@@ -110,10 +107,11 @@ def begin_late_on_one_rank(name: str, use: str) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize(("name", "use"), [("breaks", "layers.2.weight"), ("blocks", "layers.2.norm2.bias")])
-def test_a_use_that_begins_late_on_one_rank(name: str, use: str) -> None:
-    for error in expect_errors(2, [0, 1], begin_late_on_one_rank, name, use, preload=PRELOAD).values():
-        assert f"Parameter {use} " in error.text
+def test_what_comes_late_is_an_error_on_all_ranks_under_a_hook_that_need_not_be_linear() -> None:
+    for error in expect_errors(2, [0, 1], begin_late_under_a_hook, "layers.2.weight", preload=PRELOAD).values():
+        assert error.type_name == "LateGradient"
+        assert "layers.2.weight" in error.text
+        assert "allreduce_hook" in error.text
 
 
 def come_twice() -> None:

@@ -40,7 +40,7 @@ from multirank.models import (
     squared_error,
     token_batch,
 )
-from multirank.test_compiled_features import Pair
+from multirank.test_compiled_features import Pair, count_graph_windows
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
 
@@ -360,6 +360,7 @@ def train_one(subject: Subject, backend: str | None, overlap: str | None) -> dic
 
     torch._dynamo.reset()
     ddp = lockstep.DDP(subject.case.module(subject.dtype), bucket_cap_mb=subject.bucket_cap_mb, overlap=overlap)
+    counts = count_graph_windows(ddp)
     model: Any = ddp
     if backend is not None:
         model = torch.compile(ddp, backend=backend, fullgraph=subject.fullgraph, **subject.compile_options)
@@ -369,13 +370,13 @@ def train_one(subject: Subject, backend: str | None, overlap: str | None) -> dic
 
     with torch._dynamo.config.patch(subject.dynamo_settings):
         gradients, states = run_steps(subject, ddp, backward)
-    records = ddp.backward.graphs
+    records = ddp._graphs
     return {
         "gradients": gradients,
         "states": states,
         "strategies": [record.strategy for record in records],
         "left_out": {name: why for record in records for name, why in record.left_out.items()},
-        "clean_windows": [bucket.num_clean_windows for bucket in ddp.reducer.buckets],
+        "clean_windows": [counts[bucket.slots[0].name] for bucket in ddp.reducer.buckets],
     }
 
 

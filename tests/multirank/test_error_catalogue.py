@@ -51,21 +51,6 @@ CATALOGUE = [
         "outputs participate in calculating loss",
     ),
     Entry(
-        scripts.checkpointed_twice,
-        "ReadyTwice",
-        "layer.bias (Linear), bucket 0",
-        "two gradients within one backward",
-        "use_reentrant=False",
-        ("Expected to mark a variable ready only once",),
-    ),
-    Entry(
-        scripts.found_unused_but_used,
-        "ReadyTwice",
-        "layer.bias (Linear), bucket 0",
-        "did not meet this parameter",
-        "use_reentrant=False",
-    ),
-    Entry(
         scripts.static_graph_grows,
         "GraphChanged",
         "head_b",

@@ -386,14 +386,16 @@ def test_sparse_gradients(announce: bool) -> None:
 
 def gather_sparse() -> None:
     """The way for backends without sparse collectives, against the dense sum."""
+    from lockstep.agree.watch import Watch
     from lockstep.engine.sparse import gather_sparse_sum
+    from lockstep.engine.transport import Transport
 
     rank, world = dist.get_rank(), dist.get_world_size()
     rows = torch.arange(rank, rank + rank + 1) % 6
     mine = torch.sparse_coo_tensor(rows.unsqueeze(0), torch.full((len(rows), 2), float(rank + 1)), (6, 2))
     dense = mine.to_dense()
     dist.all_reduce(dense)
-    total = gather_sparse_sum(mine, dist.group.WORLD, float(world))
+    total = gather_sparse_sum(mine, Transport(dist.group.WORLD, Watch(None, rank)), 1 / world)
     torch.testing.assert_close(total.to_dense(), dense / world)
 
 
@@ -440,8 +442,8 @@ def observe() -> tuple[dict[str, Any], float]:
     for step in range(4):
         loss_of(ddp(my_rows(batch(step, dist.get_world_size())))).backward()
     names = {i.name for i in ddp.timeline.steps[-1].intervals}
-    assert names == {"forward", "backward", "pack", "reduce", "wait"}
-    assert {i.bucket for i in ddp.timeline.steps[-1].intervals if i.name == "reduce"} == set(range(len(ddp.plan)))
+    assert names == {"forward", "backward", "launch", "travel", "collect"}
+    assert {i.bucket for i in ddp.timeline.steps[-1].intervals if i.name == "travel"} == set(range(len(ddp.plan)))
     return ddp._get_ddp_logging_data(), ddp.timeline.steps[-1].exposed_seconds
 
 

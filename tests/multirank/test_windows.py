@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.multirank.harness import lockstep_only, run_ranks
 
@@ -98,6 +99,45 @@ def rewrap() -> None:
 
 def test_a_module_can_be_wrapped_again() -> None:
     run_ranks(2, rewrap)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first = nn.Linear(4, 4)
+        self.layer = nn.Linear(4, 4)
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(self.times):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+def reentrant_checkpoints(times: int, options: dict[str, bool]) -> None:
+    """A layer in two reentrant checkpoints gets its gradient in two passes inside the backward."""
+    import lockstep
+
+    module, reference = Checkpointed(times), Checkpointed(times)
+    ddp = lockstep.DDP(module, bucket_cap_mb=0.00001, **options)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, reference)]
+    for step in range(3):
+        x = batch(step)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        ddp(mine(x)).pow(2).mean().backward()
+        reference(x).pow(2).mean().backward()
+        assert_same_gradients(module, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_reentrant_checkpoints(times: int, options: dict[str, bool]) -> None:
+    run_ranks(3, reentrant_checkpoints, times, options)
 
 
 def unfreeze_on_one_rank() -> str:

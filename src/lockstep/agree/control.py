@@ -24,12 +24,14 @@ _WORD_BITS = 62
 class Answer:
     """Numbers that are being united."""
 
-    def __init__(self, numbers: torch.Tensor, work: Any) -> None:
+    def __init__(self, numbers: torch.Tensor, work: Any, watch: Watch) -> None:
         self._numbers = numbers
         self._work = work
+        self._watch = watch
 
-    def wait(self, watch: Watch, moment: Callable[[], str]) -> list[int]:
-        watch.wait_work(self._work, moment)
+    def wait(self, moment: Callable[[], str]) -> list[int]:
+        """What all ranks gave together."""
+        self._watch.wait_work(self._work, moment)
         return self._numbers.tolist()
 
 
@@ -49,25 +51,27 @@ class ControlPlane:
         self._num_renewals += 1
         self._group = None
 
-    def start_or(self, numbers: Sequence[int]) -> Answer:
+    def start_or(self, numbers: Sequence[int], watch: Watch) -> Answer:
         """Start uniting the bits of each number over all ranks; all ranks give equally many."""
-        return self._start(numbers, "or")
+        return self._start(numbers, "or", watch)
 
-    def start_sum(self, numbers: Sequence[int]) -> Answer:
+    def start_sum(self, numbers: Sequence[int], watch: Watch) -> Answer:
         """Start adding each number up over all ranks."""
-        return self._start(numbers, "sum")
+        return self._start(numbers, "sum", watch)
 
-    def _start(self, numbers: Sequence[int], op: str) -> Answer:
+    def _start(self, numbers: Sequence[int], op: str, watch: Watch) -> Answer:
         if self._group is None:
+            # Connecting cannot be interrupted; so ranks first wait for each other where it can.
+            watch.gather(f"control plane {self._num_renewals}", "ready", self._timeout.total_seconds())
             self._group = torch_private.host_group(
                 f"{self._prefix}/{self._num_renewals}", self._rank, self._world, self._timeout
             )
         values = torch.tensor(numbers, dtype=torch.int64)
-        return Answer(values, torch_private.host_all_reduce(self._group, values, op))
+        return Answer(values, torch_private.host_all_reduce(self._group, values, op), watch)
 
     def all_equal(self, number: int, watch: Watch, moment: Callable[[], str]) -> bool:
         """Whether all ranks gave the same number."""
-        return self.start_or([number, ~number]).wait(watch, moment) == [number, ~number]
+        return self.start_or([number, ~number], watch).wait(moment) == [number, ~number]
 
 
 def control_of(process_group: Any) -> ControlPlane | None:

@@ -369,6 +369,7 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
         step = self.step
         step.reducer.use_transport(transport)
         step.control = control_of(self.process_group)
+        step.lane.leave(step)
         step.lane = lane_of(self.process_group)
         step.lane.enter(step)
         step.name = "wrapper" if self._board is None else self._board.name

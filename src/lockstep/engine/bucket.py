@@ -91,7 +91,9 @@ class LiveBucket:
         "has_landed",
         "has_left",
         "has_taken",
+        "got_extra",
         "in_place",
+        "is_held",
         "is_sparse",
         "launch_name",
         "launched_ns",
@@ -106,7 +108,8 @@ class LiveBucket:
         "slots",
         "spare",
         "spec",
-        "waits_for_hooks",
+        "waits_for_end",
+        "was_watched",
     )
 
     def __init__(self, spec: Bucket, slots: Sequence[Slot]) -> None:
@@ -147,18 +150,21 @@ class LiveBucket:
         self.skipped = False
         self.flight: Any = None
         self.launched_ns = 0
-        # For compiled graphs: whether it left from inside one the last time, and why not.
+        # For compiled graphs: whether it became whole inside one the last time, and why not.
         self.left_in_graph = False
         self.left_because = ""
-        # Something came after it had left in the last window, on some rank: it leaves later in this one.
-        self.waits_for_hooks = False
+        # Something came from outside of the graphs in the last window, perhaps after it had left: it is held this time.
+        self.waits_for_end = False
+        self.is_held = False  # until the end of the pass
+        self.got_extra = False
+        self.was_watched = False  # a window has passed with it
 
     def open(self) -> None:
         """A new window begins."""
         self.num_pending = len(self.slots)
         self.num_due = 0
         self.covered = None
-        self.has_left = self.has_landed = self.skipped = self.left_in_graph = False
+        self.has_left = self.has_landed = self.skipped = self.left_in_graph = self.is_held = self.got_extra = False
 
     def forget_buffer(self) -> None:
         """Let go of the flat buffer, when its content was handed out or is not wanted."""

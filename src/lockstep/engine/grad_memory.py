@@ -185,7 +185,7 @@ class GradMemory:
             if in_place is not None:
                 bucket.in_place = True
                 return in_place
-        keeps = self._keeps(bucket)
+        keeps = takes and self._keeps(bucket)  # otherwise .grad may lie in the buffer that is kept
         if bucket.all_row_major and not keeps and _all_are(gradients, dtype):
             flat = torch_private.flatten_dense(gradients)  # type: ignore[arg-type]
             return flat.clone() if len(gradients) == 1 else flat  # a tensor that is alone comes back as a view
@@ -350,7 +350,7 @@ class GradMemory:
 
     @staticmethod
     def _lies_in(held: Tensor, slot: Slot, flat: Tensor) -> bool:
-        if held.is_sparse or slot.is_dtensor or held.dtype is not flat.dtype:
+        if held.is_sparse or slot.is_dtensor or held.dtype is not flat.dtype or held.dtype != slot.parameter.dtype:
             return False
         return held.data_ptr() == flat.data_ptr() + slot.offset * flat.element_size() and slot.num_elements > 0
 

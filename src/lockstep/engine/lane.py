@@ -44,11 +44,14 @@ class Lane:
         self.lock = threading.RLock()
         self._members: list[weakref.ref[Any]] = []
         self._running: list[Member] = []
-        self._callback_queued = False
+        self._callback_queued = self._outermost_queued = False
 
     def enter(self, member: Member) -> None:
-        self._members = [m for m in self._members if m() is not None]
+        self.leave(member)
         self._members.append(weakref.ref(member))
+
+    def leave(self, member: Member) -> None:
+        self._members = [m for m in self._members if m() not in (None, member)]
 
     def begin(self, first: Member) -> None:
         """The first gradient of a pass has come, for ``first``: find all who take part, and let them begin."""
@@ -69,8 +72,9 @@ class Lane:
 
     def queue_end_of_outermost(self) -> None:
         """As above, from a place that is known to be in the outermost pass."""
-        self._callback_queued = True
-        torch_private.queue_backward_callback(self._end)
+        if not self._outermost_queued:
+            self._callback_queued = self._outermost_queued = True
+            torch_private.queue_backward_callback(self._end)
 
     def may_send(self, member: Member) -> bool:
         """Whether all who come before ``member`` in this pass have sent everything."""
@@ -95,6 +99,7 @@ class Lane:
         with self.lock:
             running, self._running, self._callback_queued = self._running, [], False
             is_inner = torch_private.in_nested_backward()
+            self._outermost_queued = self._outermost_queued and is_inner
             # Those who settle still have to keep to the order.
             self._running = running
             try:
@@ -109,10 +114,10 @@ class Lane:
 
     def forget_broken_pass(self) -> None:
         """Before a forward: a backward that raised has left its marks, because the engine skips its callbacks then."""
-        if not torch_private.in_backward() and (self._running or self._callback_queued):
+        if not torch_private.in_backward() and (self._running or self._callback_queued or self._outermost_queued):
             for member in self._running:
                 member.forget_pass()
-            self._running, self._callback_queued = [], False
+            self._running, self._callback_queued, self._outermost_queued = [], False, False
 
 
 _lanes: weakref.WeakKeyDictionary[Any, Lane] = weakref.WeakKeyDictionary()

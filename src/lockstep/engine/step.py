@@ -44,6 +44,7 @@ from lockstep.agree.control import Answer, ControlPlane, from_words, to_words
 from lockstep.agree.stamp import Stamp, disagreement
 from lockstep.engine.bucket import LiveBucket, Slot
 from lockstep.engine.exchange import MeanExchange
+from lockstep.engine.grad_memory import GradOwnership, leave_memory
 from lockstep.engine.lane import Lane
 from lockstep.engine.reducer import Reducer
 from lockstep.observe.timeline import now
@@ -121,6 +122,7 @@ class SyncStep:
         self._used_in_forward: set[int] | None = None
         self._post_backward_futures: list[torch.futures.Future[Any]] = []
         self._wants_sync = wants_sync
+        self._output_task = -2
         self.rebuild()
         self._forget_window()
         self.forget_pass()
@@ -139,13 +141,15 @@ class SyncStep:
         self._next = 0
         self._remainders: set[LiveBucket] = set()
         self._frozen: tuple[str, ...] = ()
+        self._updates_before = self.num_updates
 
     def forget_pass(self) -> None:
         """The pass is over, or broke."""
-        self.is_in_pass = self.syncs = self._is_ending = self._is_in_graph = False
+        self.is_in_pass = self.syncs = self._is_ending = False
         self.expected_tasks: set[int] = set()  # whose compiled deliveries are counted, see feeders/graph.py
         self._pass_start = 0
         self._deferred: list[Slot] = []
+        self.handed_on: list[Tensor] = []  # buffers that graphs gave to autograd
         self.context_gradients: Mapping[Tensor, Tensor] | None = None
 
     @property
@@ -162,6 +166,10 @@ class SyncStep:
     def note_used(self, reached: set[int]) -> None:
         """Only these parameters (by ``id``) were used by a forward; several forwards may come before one backward."""
         self._used_in_forward = (self._used_in_forward or set()) | reached
+
+    def note_output_reached(self) -> None:
+        """The backward that is running comes from an output of a forward, perhaps of an earlier one."""
+        self._output_task = torch_private.graph_task_id()
 
     def require_finished(self) -> None:
         """Raise if the last backward that synchronises left the window incomplete."""
@@ -187,7 +195,9 @@ class SyncStep:
     def open_window(self) -> None:
         """The first pass that synchronises has begun."""
         self.state = State.OPEN
-        self.kind = Kind.FULL if self.has_forward else Kind.FOLLOW_UP
+        self.kind = (
+            Kind.FULL if self.has_forward or self._output_task == torch_private.graph_task_id() else Kind.FOLLOW_UP
+        )
         self._forget_window()
         self.ready_order = []
         self.reducer.num_buckets_reduced = 0
@@ -300,6 +310,7 @@ class SyncStep:
         slot.found_unused = False
         if slot.is_taken:
             self.reducer.fold(slot)
+            bucket.got_extra = True
         if slot.ready or not is_last or (bucket.covered is not None and slot in bucket.covered):
             return  # it is added to what is there, or more is to come
         if slot.stages_early and not slot.is_taken and self.context_gradients is None:
@@ -340,6 +351,11 @@ class SyncStep:
         bucket.covered = set(slots) if covered is None else covered | set(slots)
         bucket.num_due += 1
         bucket.num_pending += 1 - len(fresh)
+        # What cannot be reduced by itself must not come late: the first window shows to whom something does.
+        is_new = not self.reducer.exchange.is_linear and not bucket.was_watched
+        if not bucket.is_held and (bucket.waits_for_end or is_new):
+            bucket.is_held = True
+            bucket.num_pending += 1
 
     def take_delivery(self, bucket: LiveBucket, slots: Sequence[Slot], gradients: Sequence[Tensor]) -> None:
         """A graph delivers these, and hides them from autograd."""
@@ -347,6 +363,11 @@ class SyncStep:
         for slot in slots:
             slot.dirty = True
         self._delivery_came(bucket)
+
+    def hand_on(self, buffer: Tensor) -> None:
+        """A graph gives this buffer to autograd: where .grad is to have memory of its own, it must not stay in it."""
+        if self.reducer.memory.ownership is GradOwnership.OWN and self.is_in_pass:
+            self.handed_on.append(buffer)
 
     def leave_delivery(self, bucket: LiveBucket, slots: Sequence[Slot], why: str) -> None:
         """A graph hands these to autograd after all: hooks will bring them."""
@@ -369,12 +390,10 @@ class SyncStep:
                     slot.ready = True
                     self.ready_order.append(slot)
             bucket.covered = None
+        if bucket.num_pending == bucket.is_held:
+            bucket.left_in_graph = True
         if bucket.num_pending == 0:
-            self._is_in_graph = True
-            try:
-                self.send_complete()
-            finally:
-                self._is_in_graph = False
+            self.send_complete()
 
     # ---------------------------------------------------------------- buckets leave
 
@@ -408,7 +427,6 @@ class SyncStep:
             return
         gradients = [self.gradient_of(slot) for slot in bucket.slots]
         self.reducer.launch(bucket, gradients, takes=self.context_gradients is None)
-        bucket.left_in_graph = self._is_in_graph
         if self.after_bucket is not None and not (self.finds_unused or self.static_graph):
             self._collect_landed(bucket)
 
@@ -426,6 +444,8 @@ class SyncStep:
             return
         if self._deferred:
             self.flush_deferred()
+        if self.handed_on:
+            leave_memory(self.reducer.slots, self.handed_on)
         self.reducer.timeline.record("backward", self._pass_start, now())
         if not self.syncs:
             self.holds_local_gradients = True
@@ -438,6 +458,7 @@ class SyncStep:
         with self.telling_peers():
             if not is_inner:
                 self._settle_deliveries()
+            self._release_held()
             self._settle_missing(is_inner=is_inner)
             self.send_complete()
 
@@ -455,6 +476,12 @@ class SyncStep:
                         slot.ready = True
                         bucket.num_pending -= 1
                         self.ready_order.append(slot)
+
+    def _release_held(self) -> None:
+        for bucket in self.reducer.buckets:
+            if bucket.is_held:
+                bucket.is_held = False
+                bucket.num_pending -= 1
 
     def _settle_missing(self, *, is_inner: bool) -> None:
         """Parameters that need not be waited for any longer count as ready."""
@@ -543,19 +570,20 @@ class SyncStep:
         mine, num_bits = self._own_bits()
         if self.control is None:
             return self._without_control(mine)
+        watch = self.reducer.transport.watch
         stamp = self._stamp() if self.check != "off" else None
         digest = stamp.digest() if stamp is not None else 0
         if not self.reducer.exchange.keeps_order:
             self.reducer.land_unordered()
-        answer = self.control.start_or([digest, ~digest, *to_words(mine, num_bits)])
+        answer = self.control.start_or([digest, ~digest, *to_words(mine, num_bits)], watch)
         used = self._start_used()
-        told = answer.wait(self.reducer.transport.watch, self._closing_moment)
+        told = answer.wait(self._closing_moment)
         if told[0] != digest or told[1] != ~digest:
             assert stamp is not None, "ranks agreed on check= when they wrapped"
             key = f"{self.num_windows} {self.num_resets}"
-            raise disagreement(self.reducer.transport.watch, key, stamp, _STAMP_SECONDS)
+            raise disagreement(watch, key, stamp, _STAMP_SECONDS)
         if used is not None:
-            self.used_counts = used.wait(self.reducer.transport.watch, self._closing_moment)
+            self.used_counts = used.wait(self._closing_moment)
         return from_words(told[2:])
 
     def _own_bits(self) -> tuple[int, int]:
@@ -592,7 +620,7 @@ class SyncStep:
             wrapper=self.name,
             window=self.num_windows,
             kind=self.kind.value,
-            updates=self.num_updates,
+            updates=self._updates_before,
             plan=reducer.plan.digest,
             frozen=self._frozen,
             cast=tuple(self._cast_names()) if self._dtypes is not self._planned_dtypes else (),
@@ -617,7 +645,9 @@ class SyncStep:
 
     def _start_used(self) -> Answer | None:
         used = self._local_used()
-        return None if used is None or self.control is None else self.control.start_sum(used)
+        return (
+            None if used is None or self.control is None else self.control.start_sum(used, self.reducer.transport.watch)
+        )
 
     def _is_used(self) -> Callable[[Slot], bool] | None:
         """Which parameters any rank used; the others keep their .grad as it was (None, usually)."""
@@ -633,12 +663,13 @@ class SyncStep:
     def _remaining(self, bits: int) -> list[LiveBucket]:
         """The buckets with a remainder on any rank; see [Note: what comes late]."""
         buckets = [bucket for bucket in self.reducer.buckets if bits >> bucket.index & 1]
+        for bucket in self.reducer.buckets:
+            bucket.waits_for_end = bucket.got_extra or bucket in buckets
+            bucket.was_watched = True
         if buckets and not self.reducer.exchange.is_linear:
             raise errors.late_gradient(
                 self._late_names(buckets), rank=self.reducer.rank, hook=self.reducer.exchange.name
             )
-        for bucket in self.reducer.buckets:
-            bucket.waits_for_hooks = bucket in buckets
         return buckets
 
     @staticmethod
@@ -707,12 +738,12 @@ class SyncStep:
         remaining: list[LiveBucket] = []
         if self.control is not None:
             watch = reducer.transport.watch
-            answer = self.control.start_or([0, 0, *to_words(0, len(reducer.buckets))])
+            answer = self.control.start_or([0, 0, *to_words(0, len(reducer.buckets))], watch)
             asks = self._just_learned if self.static_graph else self.finds_unused and not self.skips_unused_buckets
-            used = self.control.start_sum([0] * len(reducer.slots)) if asks else None
-            remaining = self._remaining(from_words(answer.wait(watch, self._closing_moment)[2:]))
+            used = self.control.start_sum([0] * len(reducer.slots), watch) if asks else None
+            remaining = self._remaining(from_words(answer.wait(self._closing_moment)[2:]))
             if used is not None:
-                self.used_counts = used.wait(watch, self._closing_moment)
+                self.used_counts = used.wait(self._closing_moment)
         is_used = self._is_used()
         for bucket in reducer.buckets:
             reducer.collect(bucket)
@@ -778,7 +809,6 @@ class SyncStep:
         """Forget the current window, after an error in a backward that was caught."""
         for bucket in self.reducer.buckets:
             self.reducer.abandon(bucket)
-            bucket.waits_for_hooks = False
         self.state = State.IDLE
         self._forget_window()
         self._used_in_forward = None

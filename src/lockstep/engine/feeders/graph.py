@@ -65,17 +65,15 @@ _runs: weakref.WeakKeyDictionary[SyncStep, weakref.WeakSet[Run]] = weakref.WeakK
 class Region:
     """A compiled graph that launches: what stands between the compiler and the graph it made."""
 
-    def __init__(self, compiled: Callable[..., Any], groups: Callable[[], Sequence[Sequence[int]]]) -> None:
+    def __init__(self, compiled: Callable[..., Any], groups: Sequence[Sequence[int]]) -> None:
         self._compiled = compiled
-        self._find_groups = groups  # known when the backward was traced, which may be later
+        self._groups = groups  # which of its inputs are parameters whose gradients it delivers together
         self._parts: dict[int, tuple[Any, dict[int, list[Part]]]] = {}
 
     def __call__(self, *args: Any) -> Any:
         outputs = self._compiled(*args)
-        if torch.is_grad_enabled():
-            groups = self._find_groups()
-            if groups:
-                self._note_run(groups, args, outputs)
+        if self._groups and torch.is_grad_enabled():
+            self._note_run(self._groups, args, outputs)
         return outputs
 
     def _note_run(self, groups: Sequence[Sequence[int]], args: Sequence[Any], outputs: Any) -> None:
@@ -146,14 +144,15 @@ def deliver(gradients: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor
     if parts is None:
         return pack(gradients, parameters)
     taken = [_deliver_part(part, gradients) for part in parts]
-    if not any(taken):
-        return pack(gradients, parameters)
     for part, is_taken in zip(parts, taken, strict=True):
         if is_taken:
             run.delivered += part.positions
     if all(taken):
         return _placeholder(parts, parameters)
-    return pack(gradients, parameters)
+    flat = pack(gradients, parameters)
+    for step in {step for part in parts if (step := part.step()) is not None}:
+        step.hand_on(flat)
+    return flat
 
 
 def _placeholder(parts: Sequence[Part], parameters: Sequence[Tensor]) -> Tensor:
@@ -226,8 +225,6 @@ def _why_not(step: SyncStep, part: Part, gradients: Sequence[Tensor]) -> str:
         return "static_graph=True is still learning, or it is used several times"
     if step.context_gradients is not None or torch_private.current_dist_autograd_context() is not None:
         return "distributed autograd keeps gradients elsewhere"
-    if bucket.waits_for_hooks:
-        return "it got gradients from outside of the graph in the last step"
     if not memory.can_fold(part.slots):
         return "what lies in .grad cannot be added to it"
     parameters = [slot.parameter for slot in part.slots]
@@ -242,10 +239,8 @@ def _will_accumulate_all(slots: Sequence[Slot]) -> bool:
     """Whether this backward ends in ``.grad`` of all of them; not of those that were frozen since the forward."""
     if not all(slot.parameter.requires_grad for slot in slots):
         return False
-    if torch_private.will_run_all(slot.accumulator for slot in slots if slot.accumulator is not None):
-        if all(slot.accumulator is not None for slot in slots):
-            return True
-    return all(map(will_accumulate, slots))
+    nodes = [slot.accumulator for slot in slots]
+    return (None not in nodes and torch_private.will_run_all(nodes)) or all(map(will_accumulate, slots))
 
 
 def _withhold(run: Run, results: tuple[Any, ...], _: object) -> tuple[Any, ...] | None:

@@ -79,8 +79,6 @@ class HookFeeder:
     def watch_outputs(self, output: Any) -> None:
         """After a forward: find the parameters it used, and watch for the backward that starts from its outputs."""
         step = self._step
-        if not (step.finds_unused or step.static_graph):
-            return
         outputs = [t for t in find_tensors(output) if t.requires_grad]
         if step.finds_unused and not step.static_graph and outputs:
             with record_function("search_unused_parameters"):
@@ -90,6 +88,9 @@ class HookFeeder:
                 tensor.register_hook(self._on_output_gradient)
 
     def _on_output_gradient(self, _: Tensor) -> None:
-        """An output's gradient comes in the outermost pass, whose end says which parameters stayed without one."""
-        with self._step.lane.lock:
-            self._step.lane.queue_end_of_outermost()
+        """The backward of a forward begins, in the outermost pass: its end says which parameters stayed without a gradient."""
+        step = self._step
+        with step.lane.lock:
+            step.note_output_reached()
+            if step.finds_unused or step.static_graph:
+                step.lane.queue_end_of_outermost()
