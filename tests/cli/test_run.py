@@ -247,6 +247,21 @@ def loss_without_ddp() -> float:
         (["--nnodes", "0", "{script}"], "--nnodes is '0'"),
         (["--nnodes", "3:2", "{script}"], "--nnodes is '3:2'"),
         (["--max-restarts", "some", "{script}"], "--max-restarts"),
+        (["--max-restarts", "-1", "{script}"], "--max-restarts is -1"),
+        (["--monitor-interval", "0", "{script}"], "--monitor-interval is 0"),
+        (["--node-rank", "-1", "{script}"], "--node-rank is -1"),
+        (["--master-port", "70000", "{script}"], "--master-port is 70000"),
+        (["--rdzv-conf", "timeout", "{script}"], "--rdzv-conf is 'timeout'"),
+        (["--tee", "9", "{script}"], "--tee is '9'"),
+        (["--redirects", "0:9", "{script}"], "--redirects is '0:9'"),
+        (["--local-ranks-filter", "first", "{script}"], "--local-ranks-filter is 'first'"),
+        (["{folder}"], "is a folder without a __main__.py"),
+        # Two mistakes: the one that stands first on the line is the one that is named.
+        (["--nproc", "x", "nowhere.py"], "--nproc is 'x'"),
+        (["--nproc", "x", "-m", "no_such_module_at_all"], "--nproc is 'x'"),
+        (["--nnodes", "x", "nowhere.py"], "--nnodes is 'x'"),
+        (["--tee", "9", "nowhere.py"], "--tee is '9'"),
+        (["--run-path", "nowhere.py"], "add --no-install"),
         (["--no-python", "{script}"], "add --no-install"),
         (["--run-path", "{script}"], "add --no-install"),
     ],
@@ -254,7 +269,7 @@ def loss_without_ddp() -> float:
 def test_bad_input_is_one_line_and_exit_code_2(
     words: list[str], message: str, script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch([word.format(script=script) for word in words]) == 2
+    assert launch([word.format(script=script, folder=script.parent) for word in words]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert len(captured.err.splitlines()) == 1
