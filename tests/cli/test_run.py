@@ -275,6 +275,14 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert message in captured.err
 
 
+def test_a_bad_variable_is_named_before_any_rank_starts(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_STALL_SECONDS", "soon")
+    assert launch([str(script)]) == 2
+    assert "LOCKSTEP_STALL_SECONDS is 'soon'" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_nproc_gpu_without_a_gpu_says_so(script: Path) -> None:
     with pytest.raises(BadUse, match=r"--nproc is 'gpu' .*not available"):

@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
+from lockstep import settings
 from lockstep.cli import bootstrap
 
 __all__ = ["BadUse", "build_parser", "launch", "pick_backend", "prepare", "rank_environment"]
@@ -78,6 +79,7 @@ def launch(words: Sequence[str]) -> int:
     """Run ``lockstep run <words>`` to its end and return the exit code, which is the script's."""
     try:
         args = prepare(words)
+        _check_settings()
     except BadUse as error:
         print(f"lockstep run: error: {error}", file=sys.stderr)
         return EXIT_BAD_USE
@@ -182,6 +184,13 @@ def _read_pairs(text: str) -> None:
             raise ValueError(f"{pair!r} is not key=value")
 
 
+def _check_settings() -> None:
+    try:
+        settings.check(os.environ)  # once here rather than once in every rank
+    except ValueError as error:
+        raise BadUse(str(error))
+
+
 def _check_program(args: argparse.Namespace) -> None:
     name = args.training_script
     if args.module:
@@ -246,7 +255,7 @@ def pick_backend(num_local_ranks: int) -> str:
 def rank_environment(current: Mapping[str, str], num_local_ranks: int) -> dict[str, str]:
     """Variables the ranks inherit besides torchrun's own; what the user has set is left alone."""
     wanted = {
-        "LOCKSTEP_BACKEND": pick_backend(num_local_ranks),
+        settings.BACKEND.name: pick_backend(num_local_ranks),
         # A rendezvous store shared with the ranks outlives a failed attempt, and the next attempt then
         # reads the old attempt's addresses from it.  With a store of its own, each attempt starts clean.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
