@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from forcing import force_collective
 from models import GPT, SmallCNN
 from subjects import Subject, lockstep_hooks
 
@@ -109,11 +110,13 @@ class Case:
                 loss.backward()
         return grads_of(module)
 
-    def wrapped_grads(self, wrapper: str, rank: int) -> Grads:
+    def wrapped_grads(self, wrapper: str, rank: int, forced: bool = False) -> Grads:
         module = self._module()
         if self.prepare:
             module = self.prepare(module)
         model = Subject(wrapper, wrapper, self.options).wrap(module)
+        if forced:
+            force_collective(model)
         if self.register:
             self.register(model)
         scaler = torch.amp.GradScaler(DEVICE, enabled=self.scaler, init_scale=2.0**10)
@@ -288,7 +291,7 @@ def cases() -> dict[str, Case]:
     return found
 
 
-def optimizer_in_backward(wrapper: str, rank: int, num_ranks: int) -> tuple[Grads, Grads]:
+def optimizer_in_backward(wrapper: str, rank: int, num_ranks: int, forced: bool = False) -> tuple[Grads, Grads]:
     """Weights after three steps with the optimizer run inside backward, and those of a single process."""
     # Underscored in torch; people reach it through DDP's documented overlap recipe.
     from torch.distributed import optim
@@ -299,6 +302,8 @@ def optimizer_in_backward(wrapper: str, rank: int, num_ranks: int) -> tuple[Grad
     plain = copy.deepcopy(module)
     apply(torch.optim.SGD, module.parameters(), {"lr": 0.05})
     model = Subject(wrapper, wrapper, VIEW).wrap(module)
+    if forced:
+        force_collective(model)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
     for step in range(3):
         model(vector_batch(rank, step)).backward()
@@ -316,7 +321,7 @@ def case_names() -> list[str]:
     return [*cases(), OPTIMIZER_IN_BACKWARD]
 
 
-def check(names: list[str], wrapper: str, progress: str) -> None:
+def check(names: list[str], wrapper: str, progress: str, forced: bool = False) -> None:
     """Runs the cases one by one; each result is on disk before the next begins, should that never return."""
     if DEVICE == "cuda":
         torch.cuda.set_device(0)
@@ -328,11 +333,11 @@ def check(names: list[str], wrapper: str, progress: str) -> None:
     for name in names:
         try:
             if name == OPTIMIZER_IN_BACKWARD:
-                got, expected = optimizer_in_backward(wrapper, rank, num_ranks)
+                got, expected = optimizer_in_backward(wrapper, rank, num_ranks, forced)
                 tolerance, scale = FP32_TOLERANCE, "parameter"
             else:
                 case = all_cases[name]
-                expected, got = case.reference_grads(num_ranks), case.wrapped_grads(wrapper, rank)
+                expected, got = case.reference_grads(num_ranks), case.wrapped_grads(wrapper, rank, forced)
                 tolerance, scale = case.tolerance, case.scale
             if DEVICE == "cuda":
                 torch.cuda.synchronize()

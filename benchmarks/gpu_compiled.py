@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpu_timing import BATCH, CONTEXT, NUM_SYMBOLS, Trainer, _prepare, gpt2
+from forcing import num_left_in_graph
+from gpu_device import DEVICE, peak_bytes, prepare, reset_peak, synchronize
+from gpu_timing import Trainer, change, gpt2
 from models import GPT, give_own_code
-from subjects import TorchDDP, lockstep_ddp
+from subjects import WRAPPERS, lockstep_ddp
 from timing import interleave
 
 LINK_BYTES_PER_SECOND = 60e9
@@ -55,7 +57,7 @@ def _cycles_per_second() -> float:
 def wrapped(wrapper: str, module: nn.Module, link: bool, **options: Any) -> nn.Module:
     if wrapper == "alone":
         return module
-    make = {"torch": lambda: TorchDDP, "lockstep": lockstep_ddp}[wrapper]()
+    make = WRAPPERS[wrapper]()
     if link and wrapper == "lockstep":
         options = {"plan": plan_for_link(module), **options}
     ddp = make(module, **options)
@@ -84,30 +86,38 @@ def plan_for_link(module: nn.Module) -> Any:
 
 class CompiledTrainer(Trainer):
     def __init__(
-        self, wrapper: str, mode: str | None, link: bool, num_steps: int, options: dict[str, Any] | None = None
+        self,
+        wrapper: str,
+        mode: str | None = None,
+        link: bool = False,
+        num_steps: int = 1,
+        forced: bool = False,
+        hook: bool = False,
     ) -> None:
         torch.manual_seed(0)
-        self.module = gpt2().cuda()
+        self.module = gpt2().to(DEVICE)
         # The same code is compiled for each subject; none may find another's graph, or run out of room for its own.
         give_own_code(self.module)
         self.mode = mode
-        self.ddp = wrapped(wrapper, self.module, link, **(options or {}))
+        self.ddp = wrapped(wrapper, self.module, link)
+        change(self.ddp, forced, hook)
         self.model = torch.compile(self.ddp, mode=mode)
-        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-4, fused=True)
-        self.batch = torch.randint(NUM_SYMBOLS, (BATCH, CONTEXT + 1), device="cuda")
-        self.num_steps = num_steps
+        self._set_up(num_steps)
         for _ in range(5):
             self.step()
-        torch.cuda.synchronize()
+        synchronize()
 
-    def step(self) -> None:
+    def forward_and_backward(self) -> None:
         if self.mode is not None:
             torch.compiler.cudagraph_mark_step_begin()
-        super().step()
+        super().forward_and_backward()
 
 
-def step_times(subjects: dict[str, dict[str, Any]], num_rounds: int, num_steps: int) -> dict[str, Any]:
-    _prepare()
+def step_times(
+    subjects: dict[str, dict[str, Any]], num_rounds: int, num_steps: int, with_host: bool = False
+) -> dict[str, Any]:
+    """Device time per step; ``with_host``, also the host's for forward and backward, in rounds of their own."""
+    prepare()
     trainers, notes = {}, {}
     for name, options in subjects.items():
         trainers[name] = CompiledTrainer(num_steps=num_steps, **options)
@@ -115,40 +125,45 @@ def step_times(subjects: dict[str, dict[str, Any]], num_rounds: int, num_steps: 
         if hasattr(trainer.ddp, "explain_compilation"):
             notes[name] = str(trainer.ddp.explain_compilation())
     times = interleave({name: trainer.seconds_per_step for name, trainer in trainers.items()}, num_rounds)
+    host = {name: t.host_seconds_per_step for name, t in trainers.items() if not subjects[name].get("link")}
     num_bytes = sum(p.numel() * p.element_size() for p in gpt2().parameters())
-    return {"times": times, "notes": notes, "link_seconds": num_bytes / LINK_BYTES_PER_SECOND}
+    return {
+        "times": times,
+        "host_times": interleave(host, num_rounds) if with_host else {},
+        "notes": notes,
+        "link_seconds": num_bytes / LINK_BYTES_PER_SECOND,
+    }
 
 
 def peak_memory(subject: dict[str, Any]) -> int:
     """Peak allocated bytes in the steps of this process after compilation: what training needs."""
-    _prepare()
-    trainer = CompiledTrainer(num_steps=1, **subject)
-    torch.cuda.reset_peak_memory_stats()
+    prepare()
+    trainer = CompiledTrainer(**subject)
+    reset_peak()
     for _ in range(3):
         trainer.step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated()
+    return peak_bytes()
 
 
 # ---------------------------------------------------------------- gradients
 
 
-def all_gradients(cases: list[tuple[str | None, bool, str, int]]) -> list[dict[str, Any]]:
-    return [gradients(*case) for case in cases]
+def all_gradients(cases: list[tuple[str | None, bool, str, int]], forced: bool = False) -> list[dict[str, Any]]:
+    prepare()
+    return [gradients(*case, forced=forced) for case in cases]
 
 
-def gradients(mode: str | None, autocast: bool, overlap: str, head_width: int) -> dict[str, Any]:
+def gradients(mode: str | None, autocast: bool, overlap: str, head_width: int, forced: bool) -> dict[str, Any]:
     """Every parameter's gradient against the uncompiled module in fp32: compiled alone, and compiled in the wrapper.
 
     The wrapper is right when no parameter is further off than twice what compiling alone makes it. The layer norms
     are what a compiler once got wrong when buckets were concatenated in the graph.
     """
-    torch.cuda.set_device(0)
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
-    base = GPT(num_symbols=1024, context=256, width=8 * head_width, num_layers=4, num_heads=8).cuda()
-    whole = torch.randint(1024, (4, 257), device="cuda")
+    base = GPT(num_symbols=1024, context=256, width=8 * head_width, num_layers=4, num_heads=8).to(DEVICE)
+    whole = torch.randint(1024, (4, 257), device=DEVICE)
     mine = whole.chunk(dist.get_world_size())[dist.get_rank()]
 
     def run(model: nn.Module, module: nn.Module, batch: Tensor, cast: bool) -> dict[str, Tensor]:
@@ -156,7 +171,7 @@ def gradients(mode: str | None, autocast: bool, overlap: str, head_width: int) -
             module.zero_grad()
             if mode is not None:
                 torch.compiler.cudagraph_mark_step_begin()
-            with torch.autocast("cuda", torch.bfloat16, enabled=cast):
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=cast):
                 loss = model(batch)
             loss.backward()
         return {name: p.grad.float().clone() for name, p in module.named_parameters()}
@@ -168,10 +183,11 @@ def gradients(mode: str | None, autocast: bool, overlap: str, head_width: int) -
         module = copy.deepcopy(base)
         options = {"bucket_cap_mb": base.norm.weight.nbytes / 512, "overlap": overlap} if wrapper == "lockstep" else {}
         model = wrapped(wrapper, module, False, **options)
+        change(model, forced and wrapper == "lockstep", hook=False)
         batch = mine if wrapper == "lockstep" else whole
         found[wrapper] = run(torch.compile(model, mode=mode), module, batch, autocast)
         if wrapper == "lockstep":
-            launched = sum(bucket.num_clean_windows > 0 for bucket in model.reducer.buckets)
+            launched = num_left_in_graph(model)
     rows = {}
     for name, right in truth.items():
         scale = right.abs().max().item() or 1.0

@@ -14,12 +14,15 @@ from typing import Any
 
 import torch
 
+from before import before
 from cold_start import cold_start
 from compiled import compiled_graphs, compiled_link
 from eager import eager_link, eager_step
+from import_time import import_time
 from memory import memory
 from per_parameter import hooks_per_parameter, wrap_time
 from ranks import RanksFailed
+from stamp import stamp
 
 CASES = {
     "eager_step": eager_step,
@@ -30,6 +33,9 @@ CASES = {
     "hooks_per_parameter": hooks_per_parameter,
     "wrap_time": wrap_time,
     "cold_start": cold_start,
+    "before": before,
+    "stamp": stamp,
+    "import_time": import_time,
 }
 
 

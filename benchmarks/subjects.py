@@ -1,4 +1,4 @@
-"""What is compared: torch's DDP and lockstep's, by name, through the same code.
+"""What is compared: torch's DDP, lockstep's, and an earlier lockstep's, by name, through the same code.
 
 A subject is a wrapper with its options. ``alone`` wraps nothing (compute without data parallel).
 """
@@ -6,6 +6,7 @@ A subject is a wrapper with its options. ``alone`` wraps nothing (compute withou
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 ROOT = Path(__file__).resolve().parents[1]
+BEFORE_FOLDER = "BENCHMARKS_BEFORE"  # the environment variable by which ranks find the earlier version
 
 
 def lockstep_ddp() -> Callable[..., nn.Module]:
@@ -36,6 +38,16 @@ def lockstep_hooks() -> Any:
         return importlib.import_module("lockstep.hooks")
 
 
+def before_ddp() -> Callable[..., nn.Module]:
+    """The class of an earlier version, from the folder that before.py has written."""
+    folder = os.environ.get(BEFORE_FOLDER)
+    if folder is None:
+        raise ModuleNotFoundError(f"no earlier version is here: {BEFORE_FOLDER} is not set (see before.py)")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module("lockstep_before").DistributedDataParallel
+
+
 @dataclass(frozen=True)
 class Subject:
     name: str
@@ -45,15 +57,21 @@ class Subject:
     def wrap(self, module: nn.Module) -> nn.Module:
         if self.wrapper == "alone":
             return module
-        wrapper = {"torch": lambda: TorchDDP, "lockstep": lockstep_ddp}[self.wrapper]()
+        wrapper = WRAPPERS[self.wrapper]()
         return wrapper(module, **self.options)
 
 
+WRAPPERS: dict[str, Callable[[], Callable[..., nn.Module]]] = {
+    "torch": lambda: TorchDDP,
+    "lockstep": lockstep_ddp,
+    "before": before_ddp,
+}
 COMMUNICATION_ALONE = "communication alone"  # not a subject: the all-reduce of all gradients at once
 ALONE = Subject("compute alone", "alone")
 TORCH_DEFAULT = Subject("torch default", "torch")
 TORCH_VIEW = Subject("torch view", "torch", {"gradient_as_bucket_view": True})
 LOCKSTEP_DEFAULT = Subject("lockstep default", "lockstep")
+BEFORE_DEFAULT = Subject("before default", "before")
 LOCKSTEP_VIEW = Subject("lockstep view", "lockstep", {"gradient_as_bucket_view": True})
 
 # torch's settings that change its speed: the bucket size, views instead of copies, and a fixed graph.
@@ -80,7 +98,7 @@ LOCKSTEP_GRID = [
         for cap in (1, 4)
     ),
 ]
-BY_NAME = {s.name: s for s in [ALONE, TORCH_DEFAULT, LOCKSTEP_DEFAULT, *TORCH_GRID, *LOCKSTEP_GRID]}
+BY_NAME = {s.name: s for s in [ALONE, TORCH_DEFAULT, LOCKSTEP_DEFAULT, BEFORE_DEFAULT, *TORCH_GRID, *LOCKSTEP_GRID]}
 
 
 def lockstep_is_here() -> str | None:

@@ -79,7 +79,7 @@ class Launch:
         env[name] = value
         return env
 
-    def finish(self, limit_s: float = 90) -> Finished:
+    def finish(self, limit_s: float = 280) -> Finished:
         try:
             output, errors = self.process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
@@ -89,7 +89,7 @@ class Launch:
                 f"{' '.join(self.command)} ran longer than {limit_s:g} s\n"
                 f"{Finished(self.process.returncode, output, errors)}"
             ) from None
-        left = self._running(patience_s=5)
+        left = self._running(patience_s=30)
         self.kill()
         assert not left, f"{' '.join(self.command)} ended but left processes {left} running\n{output}\n{errors}"
         return Finished(self.process.returncode, output, errors)
@@ -122,7 +122,7 @@ def run_command(
     command: Sequence[str | Path],
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
-    limit_s: float = 90,
+    limit_s: float = 280,
 ) -> Finished:
     done = Launch(command, cwd, env).finish(limit_s)
     if TORN_DOWN_BY_TORCH in done.errors:

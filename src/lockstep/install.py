@@ -7,7 +7,6 @@ reference of their own, so replacing torch's attribute is not enough: every load
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -15,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 import torch.nn.parallel.distributed as torch_ddp_module
+
+from lockstep import settings
 
 __all__ = ["install", "uninstall"]
 
@@ -81,7 +82,7 @@ def _with_default_backend(init_process_group: Callable[..., None]) -> Callable[.
 
     @functools.wraps(init_process_group)
     def init_with_default_backend(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-        chosen = os.environ.get("LOCKSTEP_BACKEND")
+        chosen = settings.backend()
         if backend is None and kwargs.get("device_id") is None and chosen:
             # Left to itself, torch gives a machine with GPUs no backend for tensors on the CPU.
             backend = "cpu:gloo,cuda:nccl" if chosen == "nccl" else chosen

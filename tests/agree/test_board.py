@@ -45,7 +45,7 @@ def test_gather_returns_every_ranks_value(boards: list[Board]) -> None:
     results: dict[int, dict[int, str]] = {}
 
     def play(board: Board) -> None:
-        results[board.rank] = board.gather("plan", f"digest {board.rank}", timeout_seconds=10)
+        results[board.rank] = board.gather("plan", f"digest {board.rank}", timeout_seconds=120)
 
     threads = [threading.Thread(target=play, args=(board,)) for board in boards]
     for thread in threads:

@@ -163,7 +163,6 @@ def test_exit_code_of_a_rank_killed_by_a_signal(tmp_path: Path) -> None:
 
 @pytest.mark.multirank
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_restart_after_a_failed_attempt_trains_to_the_end(tmp_path: Path) -> None:
     script = write_script(
         tmp_path / "train.py",
@@ -184,7 +183,7 @@ def test_restart_after_a_failed_attempt_trains_to_the_end(tmp_path: Path) -> Non
         dist.destroy_process_group()
         """,
     )
-    done = run_command([*RUN, "--max-restarts", "1", "--nproc", "2", script], limit_s=150)
+    done = run_command([*RUN, "--max-restarts", "1", "--nproc", "2", script])
     assert done.exit_code == 0, done
     assert sorted(done.lines) == [f"attempt 1 rank {rank} gradient [[1.5, 1.5, 1.5]]" for rank in (0, 1)]
 
@@ -247,6 +246,21 @@ def loss_without_ddp() -> float:
         (["--nnodes", "0", "{script}"], "--nnodes is '0'"),
         (["--nnodes", "3:2", "{script}"], "--nnodes is '3:2'"),
         (["--max-restarts", "some", "{script}"], "--max-restarts"),
+        (["--max-restarts", "-1", "{script}"], "--max-restarts is -1"),
+        (["--monitor-interval", "0", "{script}"], "--monitor-interval is 0"),
+        (["--node-rank", "-1", "{script}"], "--node-rank is -1"),
+        (["--master-port", "70000", "{script}"], "--master-port is 70000"),
+        (["--rdzv-conf", "timeout", "{script}"], "--rdzv-conf is 'timeout'"),
+        (["--tee", "9", "{script}"], "--tee is '9'"),
+        (["--redirects", "0:9", "{script}"], "--redirects is '0:9'"),
+        (["--local-ranks-filter", "first", "{script}"], "--local-ranks-filter is 'first'"),
+        (["{folder}"], "is a folder without a __main__.py"),
+        # Two mistakes: the one that stands first on the line is the one that is named.
+        (["--nproc", "x", "nowhere.py"], "--nproc is 'x'"),
+        (["--nproc", "x", "-m", "no_such_module_at_all"], "--nproc is 'x'"),
+        (["--nnodes", "x", "nowhere.py"], "--nnodes is 'x'"),
+        (["--tee", "9", "nowhere.py"], "--tee is '9'"),
+        (["--run-path", "nowhere.py"], "add --no-install"),
         (["--no-python", "{script}"], "add --no-install"),
         (["--run-path", "{script}"], "add --no-install"),
     ],
@@ -254,11 +268,19 @@ def loss_without_ddp() -> float:
 def test_bad_input_is_one_line_and_exit_code_2(
     words: list[str], message: str, script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch([word.format(script=script) for word in words]) == 2
+    assert launch([word.format(script=script, folder=script.parent) for word in words]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert len(captured.err.splitlines()) == 1
     assert message in captured.err
+
+
+def test_a_bad_variable_is_named_before_any_rank_starts(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_STALL_SECONDS", "soon")
+    assert launch([str(script)]) == 2
+    assert "LOCKSTEP_STALL_SECONDS is 'soon'" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src"
 
 
-def run_checks(num_ranks: int, folder: Path, time_limit: float = 120) -> list[dict[str, Any]]:
+def run_checks(num_ranks: int, folder: Path, time_limit: float = 400) -> list[dict[str, Any]]:
     """One result per rank, in rank order; every rank is killed when one fails or the time is over."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{SOURCE}{os.pathsep}{HERE}"}
     command = [sys.executable, str(HERE / "hook_checks.py"), str(num_ranks), str(folder)]

@@ -22,7 +22,7 @@ def test_shards_hold_the_bucket_and_little_else(num_elements: int, num_ranks: in
     assert layout.shard_bytes % 4 == 0
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(num_elements=st.integers(1, 3000), exponent=st.integers(-45, 37), seed=st.integers(0, 10**6))
 def test_what_is_decoded_and_what_is_left_out_make_the_input(num_elements: int, exponent: int, seed: int) -> None:
     layout = ShardLayout.of(num_elements, 2, 64)

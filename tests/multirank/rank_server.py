@@ -36,8 +36,8 @@ from typing import Any
 POLL_S = 0.004
 # A rank that lost a peer is told so by gloo at once; a rank still alive this long after another one failed
 # is waiting for something that will never come.
-GRACE_AFTER_FAILURE_S = 25.0
-LEFTOVER_GRACE_S = 2.0
+GRACE_AFTER_FAILURE_S = 90.0
+LEFTOVER_GRACE_S = 10.0
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36

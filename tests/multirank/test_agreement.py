@@ -202,7 +202,7 @@ def rank_wrap_mutants(seeds: list[int]) -> list[tuple[str, str, str]]:
 
 
 def test_no_mutation_is_silent_and_all_ranks_hear_the_same() -> None:
-    by_rank = run_ranks(WORLD, rank_wrap_mutants, list(range(NUM_MUTATIONS)), limit_s=150)
+    by_rank = run_ranks(WORLD, rank_wrap_mutants, list(range(NUM_MUTATIONS)), limit_s=500)
     for outcomes in zip(*by_rank, strict=True):
         name, expected, _ = outcomes[0]
         texts = {text for _, _, text in outcomes}
@@ -235,14 +235,14 @@ def wrap_on_some_ranks() -> None:
 
     import lockstep
 
+    dist.barrier()  # the ranks that do wrap come within the limit of each other
     if dist.get_rank() == 1:
-        dist.get_world_size()
         return
     lockstep.DDP(nn.Linear(2, 2))
 
 
 def test_a_rank_that_never_wraps_is_named() -> None:
-    errors = expect_errors(3, [0, 2], wrap_on_some_ranks, env={"LOCKSTEP_AGREEMENT_TIMEOUT": "2"})
+    errors = expect_errors(3, [0, 2], wrap_on_some_ranks, env={"LOCKSTEP_AGREEMENT_TIMEOUT": "5"})
     for error in errors.values():
         assert error.type_name == "PeerLate"
         assert "rank(s) [1]" in error.text

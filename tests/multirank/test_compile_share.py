@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.multirank, lockstep_only]
 
 ROWS = 4
 PRELOAD = ("torch._inductor.compile_fx",)
-LIMIT_S = 180.0  # several cold starts of a compiler, on a machine that may be busy
+LIMIT_S = 500.0  # several cold starts of a compiler, on a machine that may be busy
 NEVER = {"LOCKSTEP_COMPILE_START_SECONDS": "1000"}
 
 

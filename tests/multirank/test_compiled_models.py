@@ -442,7 +442,7 @@ INDUCTOR = [
 @pytest.mark.parametrize("names", INDUCTOR, ids="-".join)
 def test_inductor(names: list[str], inductor_cache: Path) -> None:
     env = {"TORCHINDUCTOR_CACHE_DIR": str(inductor_cache)}
-    values = run_ranks(2, train, names, "inductor", env=env, preload=PRELOAD, limit_s=150)
+    values = run_ranks(2, train, names, "inductor", env=env, preload=PRELOAD, limit_s=500)
     for name in names:
         check(name, [value[name] for value in values])
 

@@ -170,7 +170,7 @@ def copy_on_one_rank() -> None:
 
 
 def test_a_copy_made_on_one_rank_does_not_disturb_the_next_wrap() -> None:
-    run_ranks(2, copy_on_one_rank, env={"LOCKSTEP_AGREEMENT_TIMEOUT": "20"})
+    run_ranks(2, copy_on_one_rank, env={"LOCKSTEP_AGREEMENT_TIMEOUT": "60"})
 
 
 def error_inside_no_sync() -> None:

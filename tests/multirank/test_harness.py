@@ -56,13 +56,13 @@ def lone_collective() -> None:
     if dist.get_rank() == 0:
         dist.all_reduce(torch.ones(1))
     else:
-        time.sleep(60)
+        time.sleep(100)
 
 
 def test_a_hanging_run_is_killed_and_shows_its_stacks() -> None:
     with pytest.raises(AssertionError) as caught:
-        run_ranks(2, lone_collective, limit_s=3)
-    assert "did not end within 3 s" in str(caught.value)
+        run_ranks(2, lone_collective, limit_s=10)
+    assert "did not end within 10 s" in str(caught.value)
     assert "lone_collective" in str(caught.value)
 
 

@@ -27,9 +27,8 @@ def measure(budgets: list[float], num_times: int = 2) -> list[dict[str, Any]]:
     for attempt in range(num_times):
         watch = Watch(open_board(group), rank) if attempt == 0 else None
         time.sleep(0.05 * rank)  # ranks need not arrive together
-        begin = time.perf_counter()
         link = measure_link(group, CPU, watch, budget_seconds=budgets[rank % len(budgets)])
-        answers.append({"link": link.as_dict(), "seconds": time.perf_counter() - begin})
+        answers.append(link.as_dict())
         # A rank that had sent one collective more than another would be paired up wrongly here.
         check = torch.tensor([float(rank)])
         dist.all_reduce(check)
@@ -43,7 +42,7 @@ def test_all_ranks_get_the_same_numbers(world: int) -> None:
 
     answers = run_ranks(world, measure, [0.3])
     for attempt in range(2):
-        links = [LinkModel.from_dict(answer[attempt]["link"]) for answer in answers]
+        links = [LinkModel.from_dict(answer[attempt]) for answer in answers]
         assert len(set(links)) == 1
         link = links[0]
         assert len(link.points) >= 2
@@ -53,16 +52,19 @@ def test_all_ranks_get_the_same_numbers(world: int) -> None:
         assert LinkModel.from_dict(json.loads(json.dumps(link.as_dict()))) == link
 
 
-def test_ranks_with_different_budgets_stop_together_within_the_tightest() -> None:
-    plenty, little = 60.0, 0.01
-    answers = run_ranks(2, measure, [plenty, little])
-    assert answers[0][0]["link"] == answers[1][0]["link"]
-    # Loose on purpose: a shared machine may sleep in between, but not for the rank's own budget.
-    assert all(answer["seconds"] < plenty / 3 for rank in answers for answer in rank)
+def test_the_tightest_budget_of_all_ranks_counts() -> None:
+    from lockstep.engine.link import _MIN_SIZES
+
+    plenty, none = 60.0, 0.0
+    for budgets, is_short in (([plenty, none], True), ([plenty, plenty], False)):
+        answers = run_ranks(2, measure, budgets)
+        assert answers[0] == answers[1]
+        for link in answers[0]:  # by what was measured, not by the clock: a busy machine changes nothing here
+            assert (len(link["points"]) == _MIN_SIZES) == is_short
 
 
 def test_a_rank_alone_has_a_free_link() -> None:
     from lockstep.plan.link import LinkModel
 
     (answers,) = run_ranks(1, measure, [0.3])
-    assert [LinkModel.from_dict(answer["link"]) for answer in answers] == [LinkModel.free()] * 2
+    assert [LinkModel.from_dict(answer) for answer in answers] == [LinkModel.free()] * 2

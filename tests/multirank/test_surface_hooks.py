@@ -128,7 +128,7 @@ def test_hook_gives_the_mean(name: str, options: str, request: pytest.FixtureReq
 
 @pytest.mark.skipif(SUBJECT == "torch", reason="torch's DDP: mixes up the buckets or hangs, see FOLLOW_UPS")
 def test_hook_with_follow_up_collectives_on_several_buckets() -> None:
-    values = run_ranks(WORLD, train_with_hook, "power_sgd", {}, limit_s=30)
+    values = run_ranks(WORLD, train_with_hook, "power_sgd", {})
     expected = reference_steps(MLP_CASE.module(), MLP_CASE, WORLD, FLOAT, num_steps=5)
     assert_steps(values, expected, "power_sgd", HOOKS["power_sgd"][2])
 

@@ -32,7 +32,7 @@ class Host:
 
 
 def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=60)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         yield hosts[0], hosts[1]
     finally:
         for host in hosts:
-            subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True, timeout=20)
+            subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True, timeout=60)
 
 
 SCRIPT = """
@@ -97,7 +97,6 @@ SCRIPT = """
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
 def test_a_rank_on_each_of_two_hosts(two_hosts: tuple[Host, Host], tmp_path: Path) -> None:
     script = write_script(tmp_path / "train.py", SCRIPT)
     launches = []
@@ -108,7 +107,7 @@ def test_a_rank_on_each_of_two_hosts(two_hosts: tuple[Host, Host], tmp_path: Pat
         words += ["--rdzv-conf", f"is_host={int(host is two_hosts[0])}", "--local-addr", host.address]
         launches.append(Launch(host.command(*words, script), env={"GLOO_SOCKET_IFNAME": host.interface}))
     try:
-        finished = [launch.finish(limit_s=120) for launch in launches]
+        finished = [launch.finish(limit_s=250) for launch in launches]
     finally:
         for launch in launches:
             launch.kill()

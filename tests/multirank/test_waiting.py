@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import threading
-import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,33 +18,39 @@ from tests.multirank.harness import lockstep_only, run_outcomes, run_ranks
 pytestmark = [pytest.mark.multirank, lockstep_only]
 
 
-class Late(nn.Module):
-    """On the rank that is told to, the backward sleeps before the first gradient."""
+class Listener(logging.Handler):
+    """Keeps what the project logs, and calls ``heard`` with it: these tests go by what was said, not by a clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, heard: Callable[[str], None]) -> None:
         super().__init__()
-        self.fc = nn.Linear(4, 2)
+        self.messages: list[str] = []
+        self.heard = heard
+        logging.getLogger("lockstep").addHandler(self)
 
-    def forward(self, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        y = self.fc(x)
-        if seconds:
-            y.register_hook(lambda g: time.sleep(seconds))
-        return y
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+        self.heard(self.messages[-1])
 
 
 def interrupt_while_waiting() -> bool:
     import lockstep
 
     store = dist.distributed_c10d._get_default_store()
-    ddp = lockstep.DDP(Late())
+    ddp = lockstep.DDP(nn.Linear(4, 2))
     if dist.get_rank() == 1:
         store.wait(["interrupted"])  # arrives only after rank 0 came back from Ctrl-C
-        ddp(torch.ones(1, 4), 0).sum().backward()
+        ddp(torch.ones(1, 4)).sum().backward()
+        dist.barrier()
         return True
-    threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    def press_control_c(message: str) -> None:
+        if len(listener.messages) == 1:  # rank 0 says that it waits; a moment later it waits again
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    listener = Listener(press_control_c)
     interrupted = False
     try:
-        ddp(torch.ones(1, 4), 0).sum().backward()
+        ddp(torch.ones(1, 4)).sum().backward()
     except KeyboardInterrupt:
         interrupted = True
     store.set("interrupted", "yes")
@@ -52,35 +58,40 @@ def interrupt_while_waiting() -> bool:
     return interrupted
 
 
-def rank_one_joins_the_barrier() -> bool:
-    result = interrupt_while_waiting()
-    if dist.get_rank() == 1:
-        dist.barrier()
-    return result
-
-
 def test_control_c_works_while_a_peer_is_late() -> None:
-    assert run_ranks(2, rank_one_joins_the_barrier) == [True, True]
+    assert run_ranks(2, interrupt_while_waiting, env={"LOCKSTEP_STALL_SECONDS": "1"}) == [True, True]
+
+
+class Late(nn.Module):
+    """On rank 2 the backward waits before the first gradient until both others have named it."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 2)
+        self.store = store
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.fc(x)
+        if dist.get_rank() == 2:
+            y.register_hook(lambda g: self.store.wait(["named by 0", "named by 1"]))
+        return y
 
 
 def collect_warnings() -> list[str]:
     import lockstep
 
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("lockstep").addHandler(handler)
-    ddp = lockstep.DDP(Late())
-    ddp(torch.ones(1, 4), 5.0 if dist.get_rank() == 2 else 0).sum().backward()
-    return messages
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    listener = Listener(lambda message: store.set(f"named by {rank}", "yes") if "[2]" in message else None)
+    ddp = lockstep.DDP(Late(store))
+    ddp(torch.ones(1, 4)).sum().backward()
+    return listener.messages
 
 
 def test_a_stalled_wait_names_the_bucket_and_the_late_rank() -> None:
     first, second, late = run_ranks(3, collect_warnings, env={"LOCKSTEP_STALL_SECONDS": "1"})
     for messages in (first, second):
-        assert any("bucket 0" in m and "step 0" in m for m in messages), messages
-        assert "[2]" in messages[-1], messages
-    assert not late
+        assert any("bucket 0" in m and "step 0" in m and "[2]" in m for m in messages), messages
+    assert not any("[2]" in m for m in late), late
 
 
 def lose_a_peer() -> None:

@@ -24,10 +24,10 @@ def make_timeline(rank: int, waits_ms: list[float]) -> Timeline:
         start = 1_000_000 * MS + number * 1000 * MS
         timeline.record("forward", start, start + 10 * MS)
         timeline.record("backward", start + 10 * MS, start + 30 * MS)
-        timeline.record("pack", start + 19 * MS, start + 20 * MS, 0)
-        timeline.record("reduce", start + 20 * MS, start + 26 * MS, 0)
-        timeline.record("reduce", start + 24 * MS, start + int((30 + wait) * MS), 1)
-        timeline.record("wait", start + 30 * MS, start + int((30 + wait) * MS), 1)
+        timeline.record("launch", start + 19 * MS, start + 20 * MS, 0)
+        timeline.record("travel", start + 20 * MS, start + 26 * MS, 0)
+        timeline.record("travel", start + 24 * MS, start + int((30 + wait) * MS), 1)
+        timeline.record("collect", start + 30 * MS, start + int((30 + wait) * MS), 1)
         timeline.end_step()
     return timeline
 
@@ -108,7 +108,7 @@ def test_table_holds_the_medians_per_rank(report: str) -> None:
         "step",
         "forward",
         "backward",
-        "reduce, summed",
+        "travel, summed",
         "exposed",
         "exposed share of the step",
     ]
@@ -144,20 +144,20 @@ def test_timeline_draws_each_interval_where_it_happened(report: str) -> None:
     # The step of median length is the second: 34 ms on rank 0, 35 ms on rank 1, from a common start.
     per_ms = (SVG_RIGHT - SVG_LEFT) / 35
     assert bars["rank 0: forward, 10.000 ms"] == ("forward", SVG_LEFT, pytest.approx(10 * per_ms, abs=0.02))
-    kind, x, width = bars["rank 1: wait of bucket 1, 5.000 ms"]
-    assert kind == "wait"
+    kind, x, width = bars["rank 1: collect of bucket 1, 5.000 ms"]
+    assert kind == "collect"
     assert (x, width) == pytest.approx((SVG_LEFT + 30 * per_ms, 5 * per_ms), abs=0.02)
-    kind, x, width = bars["rank 0: reduce of bucket 1, 10.000 ms"]
+    kind, x, width = bars["rank 0: travel of bucket 1, 10.000 ms"]
     assert (x, width) == pytest.approx((SVG_LEFT + 24 * per_ms, 10 * per_ms), abs=0.02)
     assert len(bars) == 12
     words = [text.text for text in drawing.iter("text")]
     for word in ("rank 0", "rank 1", "compute", "link", "ms"):
         assert word in words
-    assert all(name in report for name in ("var(--wait)", "var(--reduce)", "exposed communication"))
+    assert all(name in report for name in ("var(--collect)", "var(--travel)", "exposed communication"))
 
 
-def test_overlapping_reduces_do_not_cover_each_other(report: str) -> None:
-    rows = lay_in_rows([Interval("reduce", 0, 0, 10), Interval("reduce", 1, 5, 12), Interval("reduce", 2, 10, 20)])
+def test_overlapping_travels_do_not_cover_each_other(report: str) -> None:
+    rows = lay_in_rows([Interval("travel", 0, 0, 10), Interval("travel", 1, 5, 12), Interval("travel", 2, 10, 20)])
     assert [(row, interval.bucket) for row, interval in rows] == [(0, 0), (1, 1), (0, 2)]
 
 

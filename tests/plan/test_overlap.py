@@ -98,7 +98,6 @@ def test_what_holds_for_every_simulation(specs, backward: float, link: LinkModel
     assert simulate(plan, pace, LinkModel.free(), launch).exposed_seconds == 0
 
 
-@settings(deadline=None)
 @given(models(), backwards, links, launches, st.floats(1, 100))
 def test_a_faster_link_never_exposes_more(specs, backward: float, link: LinkModel, launch: float, factor) -> None:
     plan, pace = build_plan(specs), pace_from_total(specs, backward)
@@ -112,7 +111,6 @@ def test_a_faster_link_never_exposes_more(specs, backward: float, link: LinkMode
 # ---------------------------------------------------------------- choice
 
 
-@settings(deadline=None)
 @given(models(), backwards, links, launches)
 def test_the_choice_is_never_worse_than_the_default(specs, backward: float, link: LinkModel, launch: float) -> None:
     pace = pace_from_total(specs, backward)
@@ -137,7 +135,7 @@ def partitions(specs: list[ParameterSpec]) -> Iterator[list[Bucket]]:
         yield [Bucket(index, tuple(members)) for index, members in enumerate(buckets)]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(KIB, 4 * MIB), min_size=1, max_size=8), st.floats(0.01, 0.3), st.floats(1e-4, 2e-3))
 def test_the_choice_is_near_the_best_of_all_partitions(sizes: list[int], backward: float, latency: float) -> None:
     specs = [spec(f"p{i}", size) for i, size in enumerate(sizes)]

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from time import monotonic
 
+from lockstep import settings
 from lockstep.agree.board import Board
 from lockstep.errors import Disagreement, LockstepError, PeerFailed, PeerLate, rank_table
 
@@ -131,8 +132,8 @@ def _late(board: Board) -> PeerLate:
         f"Rank {board.rank} waited for all ranks to wrap their model, but rank(s) {absent} did not arrive in time.\n"
         "Likely causes: those ranks failed or are still loading; they wrap their models in another order; or only some "
         "ranks reach DistributedDataParallel(...).\n"
-        "Fix: look at the output of those ranks first. If they are only slow, raise LOCKSTEP_AGREEMENT_TIMEOUT "
-        "(seconds).",
+        "Fix: look at the output of those ranks first. If they are only slow, raise "
+        f"{settings.AGREEMENT_TIMEOUT.name} (seconds).",
         absent,
     )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 import threading
 import weakref
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from lockstep import settings
 from lockstep.agree.board import Board
 from lockstep.errors import Disagreement, LockstepError, PeerFailed, rank_table
 
@@ -37,7 +37,7 @@ class Watch:
     def __init__(self, board: Board | None, rank: int) -> None:
         self.board = board
         self._rank = rank
-        self._stall_seconds = float(os.environ.get("LOCKSTEP_STALL_SECONDS", "10"))
+        self._stall_seconds = settings.stall_seconds()
         self._num_meetings = 0
         if board is not None:
             _leave_last_words(self)

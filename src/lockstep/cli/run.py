@@ -10,15 +10,17 @@ import argparse
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
+from lockstep import settings
 from lockstep.cli import bootstrap
 
 __all__ = ["BadUse", "build_parser", "launch", "pick_backend", "prepare", "rank_environment"]
@@ -77,6 +79,7 @@ def launch(words: Sequence[str]) -> int:
     """Run ``lockstep run <words>`` to its end and return the exit code, which is the script's."""
     try:
         args = prepare(words)
+        _check_settings()
     except BadUse as error:
         print(f"lockstep run: error: {error}", file=sys.stderr)
         return EXIT_BAD_USE
@@ -104,12 +107,14 @@ def prepare(words: Sequence[str]) -> argparse.Namespace:
         parser.set_defaults(master_port=None)
     args = parser.parse_args(list(words))
     args.program = args.training_script
-    if not args.module and not args.no_python and not os.path.exists(args.training_script):
-        raise BadUse(f"no such script: {args.training_script!r}; give the path of a Python file, or -m and a module")
-    if args.module and not _module_exists(args.training_script):
-        raise BadUse(f"no module named {args.training_script!r} can be found from {os.getcwd()!r}")
+    # In the order in which a command line is read: options first, what they are to launch last.
     args.nproc_per_node = str(_num_local_ranks(args.nproc_per_node))
     max_hosts = _max_hosts(args.nnodes)
+    _check_numbers(args)
+    _check_texts(args)
+    if not args.no_install:
+        _check_can_install(args)
+    _check_program(args)
     if max_hosts == 1 and not _names_a_rendezvous(args):
         args.standalone = True
     if args.master_port is None:
@@ -140,6 +145,64 @@ def _max_hosts(nnodes: str) -> int:
     return int(max_hosts)
 
 
+def _check_numbers(args: argparse.Namespace) -> None:
+    """Numbers that torch's launcher refuses too, but late and with a traceback."""
+    if args.max_restarts < 0:
+        raise BadUse(f"--max-restarts is {args.max_restarts}; give 0 or more")
+    if args.monitor_interval <= 0:
+        raise BadUse(f"--monitor-interval is {args.monitor_interval:g}; give seconds above 0")
+    if args.node_rank < 0:
+        raise BadUse(f"--node-rank is {args.node_rank}; hosts are counted from 0")
+    if args.master_port is not None and not 0 <= int(args.master_port) <= 65535:
+        raise BadUse(f"--master-port is {args.master_port}; ports go from 0 to 65535")
+
+
+def _check_texts(args: argparse.Namespace) -> None:
+    """Small languages inside an option, where the launcher's own complaint is a traceback."""
+    readers: list[tuple[str, str | None, Callable[[str], object], str]] = [
+        ("rdzv-conf", args.rdzv_conf, _read_pairs, "pairs such as timeout=60,read_timeout=30"),
+        ("redirects", args.redirects, Std.from_str, "0 to 3, or local ranks with one each (0:3,1:1)"),
+        ("tee", args.tee, Std.from_str, "0 to 3, or local ranks with one each (0:3,1:1)"),
+        ("local-ranks-filter", args.local_ranks_filter, _read_integers, "local ranks such as 0,1"),
+    ]
+    for option, given, read, wanted in readers:
+        if given and given.strip():
+            try:
+                read(given)
+            except ValueError:
+                raise BadUse(f"--{option} is {given!r}; give {wanted}")
+
+
+def _read_integers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def _read_pairs(text: str) -> None:
+    for pair in text.strip().split(","):
+        key, _, value = pair.partition("=")
+        if not key.strip() or not value.strip():
+            raise ValueError(f"{pair!r} is not key=value")
+
+
+def _check_settings() -> None:
+    try:
+        settings.check(os.environ)  # once here rather than once in every rank
+    except ValueError as error:
+        raise BadUse(str(error))
+
+
+def _check_program(args: argparse.Namespace) -> None:
+    name = args.training_script
+    if args.module:
+        if not _module_exists(name):
+            raise BadUse(f"no module named {name!r} can be found from {os.getcwd()!r}")
+    elif not args.no_python:
+        if not os.path.exists(name):
+            raise BadUse(f"no such script: {name!r}; give the path of a Python file, or -m and a module")
+        if os.path.isdir(name) and not os.path.exists(os.path.join(name, "__main__.py")):
+            raise BadUse(f"{name!r} is a folder without a __main__.py; give the path of a Python file")
+
+
 def _names_a_rendezvous(args: argparse.Namespace) -> bool:
     return bool(
         args.rdzv_backend != "static"
@@ -163,8 +226,7 @@ def _module_exists(name: str) -> bool:
         sys.path.pop(0)
 
 
-def _start_through_bootstrap(args: argparse.Namespace) -> None:
-    """Put ``bootstrap.py`` before the user's program, so that each rank installs and then runs it."""
+def _check_can_install(args: argparse.Namespace) -> None:
     for option, why in (
         ("no_python", "starts a program that is not Python"),
         ("run_path", "runs the script inside the launcher's own worker function"),
@@ -172,6 +234,10 @@ def _start_through_bootstrap(args: argparse.Namespace) -> None:
         if getattr(args, option, False):
             name = option.replace("_", "-")
             raise BadUse(f"--{name} {why}, where lockstep.install() cannot be called first; add --no-install")
+
+
+def _start_through_bootstrap(args: argparse.Namespace) -> None:
+    """Put ``bootstrap.py`` before the user's program, so that each rank installs and then runs it."""
     program = ["-m", args.training_script] if args.module else [args.training_script]
     args.training_script_args = [*program, *args.training_script_args]
     # By path and not by -m: python would then put the working directory on sys.path before Lockstep is
@@ -189,7 +255,7 @@ def pick_backend(num_local_ranks: int) -> str:
 def rank_environment(current: Mapping[str, str], num_local_ranks: int) -> dict[str, str]:
     """Variables the ranks inherit besides torchrun's own; what the user has set is left alone."""
     wanted = {
-        "LOCKSTEP_BACKEND": pick_backend(num_local_ranks),
+        settings.BACKEND.name: pick_backend(num_local_ranks),
         # A rendezvous store shared with the ranks outlives a failed attempt, and the next attempt then
         # reads the old attempt's addresses from it.  With a store of its own, each attempt starts clean.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",

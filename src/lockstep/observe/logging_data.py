@@ -68,19 +68,19 @@ class LoggingData:
     def sample(self, step: StepRecord, facts: Mapping[str, str | int]) -> None:
         """Take the timings of a finished step."""
         self.values.update(facts)
-        bounds = {name: _bounds(step, name) for name in ("forward", "backward", "reduce")}
+        bounds = {name: _bounds(step, name) for name in ("forward", "backward", "travel")}
         if any(bound is None for bound in bounds.values()):
             return
-        forward, backward, reduce = bounds["forward"], bounds["backward"], bounds["reduce"]
+        forward, backward, travel = bounds["forward"], bounds["backward"], bounds["travel"]
         assert forward is not None
         assert backward is not None
-        assert reduce is not None
-        overlap = max(0, min(backward[1], reduce[1]) - max(backward[0], reduce[0]))
+        assert travel is not None
+        overlap = max(0, min(backward[1], travel[1]) - max(backward[0], travel[0]))
         # Compute of the forward lasts until the backward begins: the loss belongs to it.
         times = {
             "forward_compute_time": backward[0] - forward[0],
             "backward_compute_time": backward[1] - backward[0],
-            "backward_comm_time": reduce[1] - reduce[0],
+            "backward_comm_time": travel[1] - travel[0],
             "backward_compute_comm_overlap_time": overlap,
         }
         self._num_samples += 1
@@ -91,8 +91,8 @@ class LoggingData:
         self.values["forward_compute_time_start"] = forward[0]
         self.values["backward_compute_time_start"] = backward[0]
         self.values["backward_compute_time_end"] = backward[1]
-        self.values["backward_comm_time_start"] = reduce[0]
-        self.values["backward_comm_time_end"] = reduce[1]
+        self.values["backward_comm_time_start"] = travel[0]
+        self.values["backward_comm_time_end"] = travel[1]
 
 
 def _bounds(step: StepRecord, name: str) -> tuple[int, int] | None:

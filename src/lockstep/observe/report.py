@@ -24,16 +24,16 @@ NUM_SMOOTHED = 21  # steps averaged into a point of the smooth loss line
 MEANING = {
     "forward": "forward",
     "backward": "backward",
-    "pack": "pack gradients into a bucket",
-    "reduce": "reduce a bucket across ranks",
-    "wait": "wait for a bucket (exposed communication)",
+    "launch": "launch: pack a bucket and start its reduction",
+    "travel": "travel: a bucket's reduction is under way",
+    "collect": "collect: wait for a bucket (exposed communication)",
 }
 
 STYLE = """
 :root { --page:#f7f7f5; --card:#fff; --ink:#1d2430; --soft:#5d6675; --line:#dfe2e8; --forward:#5b8def;
-  --backward:#2a9d8f; --pack:#8a6fc1; --reduce:#e0a526; --wait:#d8433b; --loss:#3566c8; --faint:#b9c8ea; }
+  --backward:#2a9d8f; --launch:#8a6fc1; --travel:#e0a526; --collect:#d8433b; --loss:#3566c8; --faint:#b9c8ea; }
 @media (prefers-color-scheme: dark) { :root { --page:#14171c; --card:#1c2128; --ink:#e6e9ef; --soft:#9aa4b2;
-  --line:#323945; --forward:#5f92f5; --backward:#35b3a3; --pack:#a68ce0; --reduce:#d9a73a; --wait:#f0635a;
+  --line:#323945; --forward:#5f92f5; --backward:#35b3a3; --launch:#a68ce0; --travel:#d9a73a; --collect:#f0635a;
   --loss:#7fa7ff; --faint:#3c4d73; } }
 * { box-sizing:border-box; }
 body { margin:0; background:var(--page); color:var(--ink); line-height:1.45;
@@ -48,12 +48,12 @@ p { margin:0 0 10px; color:var(--soft); max-width:80ch; }
 .tile b { display:block; font-size:22px; font-weight:600; } .tile span { color:var(--soft); font-size:13px; }
 svg { width:100%; height:auto; display:block; } svg text { fill:var(--soft); font-size:12px; }
 svg text.rank { fill:var(--ink); font-weight:600; font-size:13px; } svg text.in { fill:#fff; font-size:11px; }
-svg .reduce + text.in { fill:#2b2107; font-weight:600; }
+svg .travel + text.in { fill:#2b2107; font-weight:600; }
 .grid { stroke:var(--line); stroke-width:1; } .axis { stroke:var(--soft); stroke-width:1; }
 .raw { fill:none; stroke:var(--faint); stroke-width:1.2; }
 .smooth { fill:none; stroke:var(--loss); stroke-width:2; stroke-linejoin:round; }
-.forward { fill:var(--forward); } .backward { fill:var(--backward); } .pack { fill:var(--pack); }
-.reduce { fill:var(--reduce); } .wait { fill:var(--wait); }
+.forward { fill:var(--forward); } .backward { fill:var(--backward); } .launch { fill:var(--launch); }
+.travel { fill:var(--travel); } .collect { fill:var(--collect); }
 .lane { fill:var(--line); opacity:.35; }
 .legend { display:flex; flex-wrap:wrap; gap:6px 18px; margin:0 0 8px; color:var(--soft); font-size:13px; }
 .legend i { display:inline-block; width:12px; height:12px; border-radius:3px; margin-right:6px;
@@ -88,7 +88,7 @@ def write_report(
         _section(
             "Exposed communication",
             "Medians over the recorded steps. Exposed is the time a rank stood still for a bucket, be it for"
-            " the link or for a slower rank. Reduce lasts from a bucket's launch until its collective"
+            " the link or for a slower rank. Travel lasts from a bucket's launch until its collective"
             " ended (until it was collected, where the end is not known); what of it is not exposed ran beside the"
             " backward pass.",
             _exposed_table(timelines),
@@ -270,8 +270,8 @@ def _timeline_section(timelines: Sequence[Timeline]) -> str:
 def _rank_lanes(rank: int, step: StepRecord, start: int, end: int, y: float) -> tuple[list[str], float]:
     """The compute lane and the communication lane of one rank, and where the next rank begins."""
     compute_height, row_height, gap = 30.0, 16.0, 4.0
-    reduces = lay_in_rows([i for i in step.intervals if i.name == "reduce"])
-    num_rows = max((row for row, _ in reduces), default=0) + 1
+    travels = lay_in_rows([i for i in step.intervals if i.name == "travel"])
+    num_rows = max((row for row, _ in travels), default=0) + 1
     # Many buckets in flight at once would make the drawing endless: their rows get thinner instead.
     row_height = row_height if num_rows <= 8 else max(3.0, 8 * row_height / num_rows)
     link_y = y + compute_height + gap
@@ -297,12 +297,12 @@ def _rank_lanes(rank: int, step: StepRecord, start: int, end: int, y: float) -> 
         _lane(y, compute_height),
         _lane(link_y, link_height),
     ]
-    # Packing and waiting happen inside the backward pass, so they are drawn over it.
+    # Launching and collecting happen inside the backward pass, so they are drawn over it.
     for name in ("forward", "backward"):
         parts += [bar(i, y, compute_height, name) for i in step.intervals if i.name == name]
-    parts += [bar(i, y + compute_height - 10, 10, "") for i in step.intervals if i.name == "pack"]
-    parts += [bar(i, y, compute_height, "wait") for i in step.intervals if i.name == "wait"]
-    parts += [bar(i, link_y + row * row_height + 1, row_height - 2, str(i.bucket)) for row, i in reduces]
+    parts += [bar(i, y + compute_height - 10, 10, "") for i in step.intervals if i.name == "launch"]
+    parts += [bar(i, y, compute_height, "collect") for i in step.intervals if i.name == "collect"]
+    parts += [bar(i, link_y + row * row_height + 1, row_height - 2, str(i.bucket)) for row, i in travels]
     return parts, link_y + link_height + 18
 
 
@@ -315,7 +315,7 @@ def _tiles(losses: Sequence[float], timelines: Sequence[Timeline]) -> str:
         tiles.append(("last loss", f"{losses[-1]:.3f}"))
     if any(timeline.steps for timeline in timelines):
         slowest = max(_median_length_ms(timeline) for timeline in timelines)
-        exposed = max(_median_ms(timeline, "wait") for timeline in timelines)
+        exposed = max(_median_ms(timeline, "collect") for timeline in timelines)
         tiles.append(("forward and backward, median of the slowest rank", f"{slowest:.1f} ms"))
         tiles.append(("exposed communication, worst rank", f"{exposed:.2f} ms"))
     cells = "".join(f'<div class="tile"><b>{value}</b><span>{escape(name)}</span></div>' for name, value in tiles)
@@ -323,12 +323,12 @@ def _tiles(losses: Sequence[float], timelines: Sequence[Timeline]) -> str:
 
 
 def _exposed_table(timelines: Sequence[Timeline]) -> str:
-    heads = ("rank", "step", "forward", "backward", "reduce, summed", "exposed", "exposed share of the step")
+    heads = ("rank", "step", "forward", "backward", "travel, summed", "exposed", "exposed share of the step")
     rows = []
     for timeline in timelines:
-        step_ms, exposed_ms = _median_length_ms(timeline), _median_ms(timeline, "wait")
+        step_ms, exposed_ms = _median_length_ms(timeline), _median_ms(timeline, "collect")
         cells = [f"{timeline.rank}", f"{step_ms:.2f} ms"]
-        cells += [f"{_median_ms(timeline, name):.2f} ms" for name in ("forward", "backward", "reduce")]
+        cells += [f"{_median_ms(timeline, name):.2f} ms" for name in ("forward", "backward", "travel")]
         cells += [f"{exposed_ms:.2f} ms", f"{100 * exposed_ms / step_ms if step_ms else 0:.1f} %"]
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)

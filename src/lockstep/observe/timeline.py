@@ -1,7 +1,7 @@
 """What happened in the last steps on this rank, as named intervals on one clock.
 
-The reducer records an interval per moment of a bucket's life (``pack``, ``reduce``, ``wait``) and per phase of
-the step (``forward``, ``backward``).  Recording is a tuple append, so it stays on; a ring keeps the last steps.
+The reducer records an interval per moment of a bucket's life (``launch``, ``travel``, ``collect``) and per phase
+of the step (``forward``, ``backward``).  Recording is a tuple append, so it stays on; a ring keeps the last steps.
 The clock is ``time.time_ns`` so that ranks of one host share it without an exchange.
 """
 
@@ -42,7 +42,7 @@ class StepRecord:
     @property
     def exposed_seconds(self) -> float:
         """Exposed communication: how long this rank stood still waiting for the link."""
-        return self.seconds("wait")
+        return self.seconds("collect")
 
 
 class Timeline:
@@ -50,7 +50,7 @@ class Timeline:
 
     def __init__(self, rank: int, num_steps: int = 64) -> None:
         self.rank = rank
-        # Learn when a collective really ended, from a callback in the backend's thread; otherwise a ``reduce``
+        # Learn when a collective really ended, from a callback in the backend's thread; otherwise a ``travel``
         # interval ends when its bucket was collected.
         self.precise = False
         self._steps: deque[StepRecord] = deque(maxlen=num_steps)

@@ -1,0 +1,115 @@
+"""Every ``LOCKSTEP_*`` environment variable: its name, its default, what it means, and the one place that reads it.
+
+A variable is read when it is asked for, so that a program may still set one after the import.  A value that cannot be
+used is an error that names the variable; none is ever quietly replaced by the default.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = [
+    "SETTINGS",
+    "Setting",
+    "agreement_timeout",
+    "backend",
+    "check",
+    "compile_start",
+    "compile_timeout",
+    "stall_seconds",
+]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One variable.  ``default`` is the value where it is not set, as a user would write it."""
+
+    name: str
+    default: str
+    meaning: str
+    may_be_zero: bool = False
+
+    def text(self, environment: Mapping[str, str] | None = None) -> str:
+        """The value as it was given, or the default; an empty value is one that was not given."""
+        current = os.environ if environment is None else environment
+        return current.get(self.name, "").strip() or self.default
+
+    def seconds(self, environment: Mapping[str, str] | None = None) -> float:
+        """A number of seconds; zero only where it means something."""
+        text = self.text(environment)
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and (value > 0 or (value == 0 and self.may_be_zero))):
+            least = "0 or more" if self.may_be_zero else "above 0"
+            raise ValueError(
+                f"The environment variable {self.name} is {text!r}; it must be a number of seconds, {least} (default "
+                f"{self.default}): {self.meaning}."
+            )
+        return value
+
+
+AGREEMENT_TIMEOUT = Setting(
+    "LOCKSTEP_AGREEMENT_TIMEOUT",
+    "600",
+    "seconds to wait for all ranks to wrap their model, or to agree on bucket sizes",
+)
+STALL_SECONDS = Setting(
+    "LOCKSTEP_STALL_SECONDS",
+    "10",
+    "seconds after which a waiting rank says who is late; the pause doubles with each message",
+)
+COMPILE_START_SECONDS = Setting(
+    "LOCKSTEP_COMPILE_START_SECONDS",
+    "5",
+    "head start, in seconds, of each host's first rank in compiling a graph that the others then find in the cache",
+    may_be_zero=True,
+)
+COMPILE_TIMEOUT = Setting(
+    "LOCKSTEP_COMPILE_TIMEOUT",
+    "1800",
+    "seconds to wait for the rank that compiles a graph, before compiling it here too",
+)
+BACKEND = Setting(
+    "LOCKSTEP_BACKEND",
+    "",
+    "backend for `init_process_group()` calls that name none; `lockstep run` sets it to nccl where each rank can have "
+    "a GPU, else to gloo",
+)
+
+SETTINGS = (AGREEMENT_TIMEOUT, STALL_SECONDS, COMPILE_START_SECONDS, COMPILE_TIMEOUT, BACKEND)
+
+
+def check(environment: Mapping[str, str]) -> None:
+    """Raise for the first variable with a value that its reader would refuse."""
+    for setting in SETTINGS:
+        if setting is not BACKEND:
+            setting.seconds(environment)
+
+
+def agreement_timeout() -> float:
+    return AGREEMENT_TIMEOUT.seconds()
+
+
+def stall_seconds() -> float:
+    return STALL_SECONDS.seconds()
+
+
+def compile_start() -> float:
+    return COMPILE_START_SECONDS.seconds()
+
+
+def compile_timeout() -> float:
+    return COMPILE_TIMEOUT.seconds()
+
+
+def backend() -> str | None:
+    """The backend to use where a program names none; None leaves the choice to torch.
+
+    Which backends there are is torch's to say: others can be registered, and one may be named per device.
+    """
+    return BACKEND.text() or None
