@@ -25,7 +25,6 @@ from lockstep.engine.link import measure_link
 from lockstep.graph.backend import OverlapCompiler
 from lockstep.graph.explain import Explanation, explain_graphs
 from lockstep.graph.pace import measure_flops_per_second, pace_of, ready_order
-from lockstep.graph.share import turns_of
 from lockstep.plan import BucketCaps, Plan
 from lockstep.plan.build import plan_from_groups
 from lockstep.plan.link import LinkModel
@@ -171,9 +170,8 @@ class Compilation:
     # ---------------------------------------------------------------- the plan for a graph
 
     def _overlap_compiler(self, backend: Callable[..., Any]) -> OverlapCompiler:
-        turns = turns_of(self.backward, self._board, self.process_group.rank())
         return OverlapCompiler(
-            self.backward, backend, self.overlap, self._caps, settle_plan=self._settle_plan, turns=turns
+            self.backward, backend, self.overlap, self._caps, settle_plan=self._settle_plan, board=self._board
         )
 
     def _settle_plan(
