@@ -511,9 +511,14 @@ def check_tracing_context_of_a_part() -> None:
 def check_inductor_cache_directory() -> None:
     import os
 
-    assert private.inductor_cache_directory({"fx_graph_cache": True}) == os.environ["TORCHINDUCTOR_CACHE_DIR"]
-    assert private.inductor_cache_directory({"fx_graph_cache": False}) is None
-    assert private.inductor_cache_directory({"force_disable_caches": True}) is None
+    from torch._inductor import config
+
+    with config.patch(fx_graph_cache=True, force_disable_caches=False):
+        assert private.inductor_cache_directory() == os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    with config.patch(fx_graph_cache=False):
+        assert private.inductor_cache_directory() is None
+    with config.patch(force_disable_caches=True):
+        assert private.inductor_cache_directory() is None
 
 
 def check_inductor_can_cache() -> None:
@@ -534,10 +539,35 @@ def check_inductor_can_cache() -> None:
 def check_inductor_meets_ranks() -> None:
     from torch._inductor import config
 
-    assert not private.inductor_meets_ranks({})
-    assert private.inductor_meets_ranks({"aten_distributed_optimizations.enable_overlap_scheduling": True})
-    with config.patch("distributed_max_autotune_gemm", True):
-        assert private.inductor_meets_ranks({})
+    assert not private.inductor_meets_ranks()
+    for setting in ("aten_distributed_optimizations.enable_overlap_scheduling", "distributed_max_autotune_gemm"):
+        with config.patch(setting, True):
+            assert private.inductor_meets_ranks()
+
+
+def check_inductor_input() -> None:
+    from torch._inductor import config
+
+    texts = []
+
+    def around(graph: torch.fx.GraphModule, compile: object) -> object:
+        texts.append(private.inductor_input(graph))
+        return compile()
+
+    def backend(gm: torch.fx.GraphModule, inputs: object) -> object:
+        return private.compile_with_inductor(private.inductor_backend(), gm, inputs, {}, around)
+
+    def text_of(function: object, size: int = 3) -> str:
+        torch._dynamo.reset()
+        torch.compile(function, backend=backend)(torch.ones(size))
+        return texts[-1]
+
+    first = text_of(torch.sin)
+    assert " at 0x" not in first
+    assert text_of(torch.sin) == first
+    assert first not in (text_of(torch.cos), text_of(torch.sin, 4))
+    with config.patch(max_fusion_size=3):
+        assert text_of(torch.sin) != first
 
 
 def check_recompile_reason() -> None:

@@ -70,6 +70,7 @@ __all__ = [
     "inductor_cache_directory",
     "inductor_can_cache",
     "inductor_config_of",
+    "inductor_input",
     "inductor_meets_ranks",
     "inductor_setting",
     "inputs_to_device",
@@ -353,12 +354,12 @@ def compile_with_inductor(
     gm: Any,
     inputs: Any,
     patches: dict[str, Any],
-    around: Callable[[str, Any, Callable[[], Any]], Any] | None = None,
+    around: Callable[[Any, Callable[[], Any]], Any] | None = None,
 ) -> Any:
     """What the Inductor backend does when it is called, with further options.
 
-    ``around(phase, graph, compile)`` stands around each lowering, "forward" or "backward"; it returns what ``compile``
-    does.  There is no public hook for the backward, which Inductor lowers when it first runs.
+    ``around(graph, compile)`` stands around the lowering of the forward, and of the backward; it returns what
+    ``compile`` does.  There is no public hook for the backward, which Inductor lowers when it first runs.
     """
     from functools import partial
 
@@ -370,8 +371,7 @@ def compile_with_inductor(
     if around is not None:
 
         def inner_compile(graph: Any, example_inputs: Any, **kwargs: Any) -> Any:
-            phase = "backward" if kwargs.get("is_backward") else "forward"
-            return around(phase, graph, partial(compile_fx_inner, graph, example_inputs, **kwargs))
+            return around(graph, partial(compile_fx_inner, graph, example_inputs, **kwargs))
 
         extra["inner_compile"] = inner_compile
     return compile_fx(gm, inputs, config_patches=patches, **extra)
@@ -615,15 +615,12 @@ def fake_copy(module: torch.nn.Module, fake_mode: Any) -> torch.nn.Module:
     return deepcopy_to_fake_tensor(module, fake_mode)  # type: ignore[no-any-return]
 
 
-def inductor_cache_directory(patches: dict[str, Any]) -> str | None:
-    """Where another process finds what Inductor compiles under ``patches``; None where it keeps nothing."""
+def inductor_cache_directory() -> str | None:
+    """Where another process finds what Inductor compiles now; None where it keeps nothing."""
     from torch._inductor import config
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    def setting(name: str) -> Any:
-        return patches[name] if name in patches else getattr(config, name, None)
-
-    return cache_dir() if setting("fx_graph_cache") and not setting("force_disable_caches") else None
+    return cache_dir() if config.fx_graph_cache and not config.force_disable_caches else None
 
 
 def inductor_can_cache(graph: Any) -> bool:
@@ -637,26 +634,35 @@ def inductor_can_cache(graph: Any) -> bool:
     return True
 
 
-def inductor_meets_ranks(patches: dict[str, Any]) -> bool:
+def inductor_input(graph: Any) -> str:
+    """A text that two processes have in common if one can find in Inductor's cache what the other makes of ``graph``.
+
+    Inductor's own key for its cache would do, but takes forty times as long to compute.
+    """
+    from torch._inductor import config
+
+    values = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
+    inputs = [(v.shape, v.dtype, v.device) if isinstance(v, torch.Tensor) else v for v in values]
+    return f"{graph.graph}\n{inputs}\n{sorted(config.save_config_portable().items())}"
+
+
+def inductor_meets_ranks() -> bool:
     """Whether Inductor runs collectives while it compiles: ranks that took turns would wait for each other then."""
     from torch._inductor import config
 
+    optimizations = getattr(config, "aten_distributed_optimizations", None)
     settings = [
-        (config, "", "distributed_max_autotune_gemm"),
-        (getattr(config, "aten_distributed_optimizations", None), "aten_distributed_optimizations.", "spmd_check"),
-        (
-            getattr(config, "aten_distributed_optimizations", None),
-            "aten_distributed_optimizations.",
-            "enable_overlap_scheduling",
-        ),
+        (config, "distributed_max_autotune_gemm"),
+        (optimizations, "spmd_check"),
+        (optimizations, "enable_overlap_scheduling"),
     ]
     try:
         from torch._inductor import config_comms
 
-        settings.append((config_comms, "", "runtime_estimations_align_across_all_distributed_ranks"))
+        settings.append((config_comms, "runtime_estimations_align_across_all_distributed_ranks"))
     except ImportError:
         pass
-    return any(patches.get(prefix + name, getattr(owner, name, False)) for owner, prefix, name in settings)
+    return any(getattr(owner, name, False) for owner, name in settings)
 
 
 def recompile_reason() -> str:

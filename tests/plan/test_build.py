@@ -112,7 +112,7 @@ def test_digest_and_json_survive_a_round_trip(specs: list[ParameterSpec], caps: 
     assert again.digest == plan.digest
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(parameter_lists(), caps(), st.integers(2, 256))
 def test_all_ranks_of_a_world_make_the_same_plan(specs, caps: BucketCaps, world: int) -> None:
     digests = {build_plan(list(specs), caps).digest for _ in range(world)}

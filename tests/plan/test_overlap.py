@@ -14,7 +14,7 @@ from lockstep.plan import Bucket, BucketCaps, ParameterSpec, Plan, build_plan
 from lockstep.plan.caps import MIB
 from lockstep.plan.link import LinkModel
 from lockstep.plan.model import Prediction
-from lockstep.plan.overlap import Pace, choose_caps, pace_from_marks, pace_from_total, simulate
+from lockstep.plan.overlap import Pace, choose_caps, pace_from_total, simulate
 
 KIB = 1024
 
@@ -40,7 +40,7 @@ launches = st.floats(0, 1e-3)
 # ---------------------------------------------------------------- pace
 
 
-def test_without_marks_time_goes_by_elements_in_ready_order() -> None:
+def test_time_goes_by_elements_in_ready_order() -> None:
     specs = [spec("a", 400), spec("b", 1200), spec("rows", 10**6, sparse=True)]
     pace = pace_from_total(specs, 4.0)
     assert pace.ready_seconds == {"rows": 0.0, "b": 3.0, "a": 4.0}
@@ -49,13 +49,6 @@ def test_without_marks_time_goes_by_elements_in_ready_order() -> None:
 
 def test_parameters_without_elements_are_ready_at_the_end() -> None:
     assert pace_from_total([spec("a", 0)], 2.0).ready_seconds == {"a": 2.0}
-
-
-def test_marks_are_taken_by_their_median_and_held_within_the_backward() -> None:
-    specs = [spec(name, 4) for name in ("a", "b", "late", "unused")]
-    marks = [{"a": 0.1, "b": 0.5, "late": 2.0}, {"a": 0.9, "b": 0.6, "late": 3.0}, {"a": 0.2}]
-    pace = pace_from_marks(specs, marks, 1.0)
-    assert pace.ready_seconds == {"a": 0.2, "b": 0.55, "late": 1.0, "unused": 1.0}
 
 
 # ---------------------------------------------------------------- simulation

@@ -47,6 +47,10 @@ class Board:
             return None
         return self._store.get(self._full(key)).decode() or None
 
+    def count(self, key: str) -> int:
+        """How many times this was called for ``key``, by whichever rank."""
+        return int(self._store.add(self._full(key), 1))
+
     def forget(self, key: str) -> None:
         self._store.set(self._full(key), "")
 

@@ -67,7 +67,7 @@ class ModelDescription:
 
 @contextmanager
 def wrap_failures_told(board: Board | None) -> Iterator[None]:
-    """An error in here, before this rank could agree, reaches the ranks that wait for it instead of their deadline."""
+    """Tell the ranks that wait for this one about an error in here, so that they do not wait until their deadline."""
     try:
         yield
     except Exception as error:

@@ -25,7 +25,6 @@ from lockstep.engine.step import State
 from lockstep.graph.backend import OverlapCompiler
 from lockstep.graph.explain import Explanation, explain_graphs
 from lockstep.graph.pace import measure_flops_per_second, pace_of, ready_order
-from lockstep.graph.share import turns_of
 from lockstep.plan import BucketCaps, Plan
 from lockstep.plan.build import plan_from_groups
 from lockstep.plan.link import LinkModel
@@ -170,9 +169,8 @@ class Compilation:
     # ---------------------------------------------------------------- the plan for a graph
 
     def _overlap_compiler(self, backend: Callable[..., Any]) -> OverlapCompiler:
-        turns = turns_of(self.step, self._board, self.process_group.rank())
         return OverlapCompiler(
-            self.step, self._graphs, backend, self.overlap, self._caps, settle_plan=self._settle_plan, turns=turns
+            self.step, self._graphs, backend, self.overlap, self._caps, settle_plan=self._settle_plan, board=self._board
         )
 
     def _settle_plan(

@@ -22,15 +22,16 @@ import torch
 from torch import Tensor, fx
 
 from lockstep import torch_private
+from lockstep.agree.board import Board
 from lockstep.engine.bucket import Slot, is_dense
 from lockstep.engine.feeders.graph import Region
 from lockstep.engine.feeders.registry import slot_of
 from lockstep.engine.step import SyncStep
 from lockstep.graph import joint
-from lockstep.graph.fingerprint import GraphFacts, describe_graph
+from lockstep.graph.compare import compare, describe_graph
 from lockstep.graph.joint import GraphRecord, Group, Member
-from lockstep.graph.share import CompileTurns, GraphTurn, cache_directory
 from lockstep.graph.split import SplitOptimizer
+from lockstep.graph.turns import take_turn
 from lockstep.plan import BucketCaps
 
 logger = logging.getLogger("lockstep.graph")
@@ -50,7 +51,7 @@ class OverlapCompiler:
         caps: BucketCaps,
         *,
         settle_plan: Callable[[fx.GraphModule, dict[int, Slot], list[list[str]] | None], None] | None = None,
-        turns: CompileTurns | None = None,
+        board: Board | None = None,
     ) -> None:
         self._step = step
         self._graphs = graphs
@@ -58,7 +59,8 @@ class OverlapCompiler:
         self._strategy = strategy
         self._caps = caps
         self._settle_plan = settle_plan
-        self._turns = turns if turns is not None and turns.board is not None else None
+        self._board = board
+        self._around = None if board is None else take_turn  # a rank alone has nobody to take turns with
 
     def compile_fn(self, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         slots = self._slots_of(inputs)
@@ -66,13 +68,13 @@ class OverlapCompiler:
         strategy = self._strategy or ("split" if compile_graph is None else "graph")
         record = GraphRecord(region_name(gm), strategy, frozenset(slot.name for slot in slots.values()))
         self._graphs.append(record)
-        if strategy == "none":
-            return self._compile_as_it_is(gm, inputs, self._announce(gm, inputs, slots, record), **options)
         if strategy == "split":
-            self._announce(gm, inputs, slots, record)
+            self._compare(gm, inputs, slots, record)
             return self._split(gm, inputs, slots, **options)
-        if not slots:  # a function that the model calls, say (flex_attention); any backend will do
-            return self._compile_as_it_is(gm, inputs, self._announce(gm, inputs, slots, record), **options)
+        # Without parameters it is a function that the model calls, say (flex_attention); any backend will do.
+        if strategy == "none" or not slots:
+            self._compare(gm, inputs, slots, record)
+            return self._compile_as_it_is(gm, inputs, **options)
         if compile_graph is None:
             backend, _ = torch_private.unwrap_backend(self._backend)
             raise ValueError(
@@ -83,57 +85,33 @@ class OverlapCompiler:
         if self._settle_plan is not None:
             self._settle_plan(gm, slots, None)
         record.groups, record.left_out = find_groups(self._step, slots)
-        compiled = compile_graph(gm, inputs, record, self._announce(gm, inputs, slots, record), **options)
+        self._compare(gm, inputs, slots, record)
+        compiled = compile_graph(gm, inputs, record, self._around, **options)
         return Region(compiled, record.input_groups())
 
-    def _announce(
-        self, gm: fx.GraphModule, inputs: Sequence[Any], slots: dict[int, Slot], record: GraphRecord
-    ) -> GraphTurn | None:
-        """Let the other ranks compare this graph with theirs; returns its turn to be compiled."""
-        if self._turns is None:
-            return None
+    def _compare(self, gm: fx.GraphModule, inputs: Sequence[Any], slots: dict[int, Slot], record: GraphRecord) -> None:
+        """Say so if another rank compiles another graph in the place of this one."""
+        if self._board is None:
+            return
         names = {index: slot.name for index, slot in slots.items()}
-        number = self._turns.next_number(record.region)
-        facts = self._facts(gm, inputs, record.region, f"{record.strategy} {record.key()}", number, names)
-        self._turns.announce(facts)
-        return GraphTurn(self._turns, facts)
-
-    def _facts(
-        self,
-        gm: fx.GraphModule,
-        inputs: Sequence[Any],
-        region: str,
-        strategy: str,
-        number: int = 0,
-        names: dict[int, str] | None = None,
-    ) -> GraphFacts:
-        inductor = inductor_behind(self._backend)
-        backend = self._backend if inductor is None else inductor[0]
-        name = str(getattr(backend, "__name__", type(backend).__name__))
-        options = sorted(inductor[1].items()) if inductor is not None else []
-        return describe_graph(
+        backend, options = inductor_behind(self._backend) or (self._backend, {})
+        facts = describe_graph(
             gm,
             inputs,
-            region=region,
-            number=number,
-            parameter_names=names,
-            backend=name,
-            settings=f"overlap {strategy}, options {options}",
-            cache="" if inductor is None else cache_directory(inductor[1]),
+            names,
+            backend=str(getattr(backend, "__name__", type(backend).__name__)),
+            settings=f"overlap {record.strategy} {record.key()}, options {sorted(options.items())}",
         )
+        compare(self._board, record.region, facts)
 
-    def _compile_as_it_is(
-        self, gm: fx.GraphModule, inputs: Sequence[Any], turn: GraphTurn | None = None, **options: Any
-    ) -> Any:
+    def _compile_as_it_is(self, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """By the user's backend, nothing put into the graph (a whole one, or a part of a split one); but in turn."""
         inductor = inductor_behind(self._backend)
-        if inductor is None or self._turns is None:
+        if inductor is None or self._around is None:
             return self._backend(gm, inputs, **options)
         backend, config = inductor
         patches = {**config, **options.pop("config_patches", {})}
-        turn = turn or GraphTurn(self._turns, self._facts(gm, inputs, region_name(gm), "none"))
-        compile_around = partial(torch_private.compile_with_inductor, backend, gm, inputs, patches)
-        return turn.run(compile_around)
+        return torch_private.compile_with_inductor(backend, gm, inputs, patches, self._around)
 
     def _slots_of(self, inputs: Sequence[Any]) -> dict[int, Slot]:
         """The parameters of this wrapper among the inputs of a graph, by the index of the input."""
@@ -241,7 +219,7 @@ def _compile_with_inductor(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
     record: GraphRecord,
-    turn: GraphTurn | None = None,
+    around: Callable[..., Any] | None = None,
     **options: Any,
 ) -> Callable[..., Any]:
     patches = {**config, **options.pop("config_patches", {})}
@@ -252,8 +230,7 @@ def _compile_with_inductor(
     ):
         theirs = torch_private.inductor_setting(setting, patches)
         patches[setting] = torch_private.graph_pass(partial(put, record=record), f"{setting} {key}", before=theirs)
-    compile_around = partial(torch_private.compile_with_inductor, backend, gm, inputs, patches)
-    return compile_around() if turn is None else turn.run(compile_around)  # type: ignore[no-any-return]
+    return torch_private.compile_with_inductor(backend, gm, inputs, patches, around)  # type: ignore[no-any-return]
 
 
 def _compile_with_aot(
@@ -261,7 +238,7 @@ def _compile_with_aot(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
     record: GraphRecord,
-    turn: GraphTurn | None = None,  # nothing that other ranks could find is kept, so all compile at once
+    around: Callable[..., Any] | None = None,  # nothing that other ranks could find is kept, so all compile at once
     **options: Any,
 ) -> Callable[..., Any]:
     partition, compile_backward = parts["partition_fn"], parts.get("bw_compiler") or parts["fw_compiler"]

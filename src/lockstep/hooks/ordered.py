@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 class OrderedLaunches:
-    """Runs what is handed in by ticket: 0, 1, 2, ... whoever is ready first waits for its turn."""
+    """Starts launches in the order of their tickets (0, 1, 2, ...), whichever is ready first."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

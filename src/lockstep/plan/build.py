@@ -57,9 +57,10 @@ def build_plan(
 def plan_from_groups(
     parameters: Sequence[ParameterSpec], groups: Sequence[Sequence[str]], caps: BucketCaps | None = None
 ) -> Plan:
-    """The plan whose buckets are the given groups of names, in launch order; who is in none follows by ``build_plan``.
+    """The plan whose buckets are the given groups of names, in launch order.
 
-    Parameters of a group that may not share a buffer (dtype, device, sparse) become neighbours instead.
+    Parameters that are in no group come after them, in buckets as ``build_plan`` makes them.  Parameters of a group
+    that may not share a buffer (dtype, device, sparse) become neighbours instead.
     """
     caps = caps or BucketCaps()
     by_name = {spec.name: spec for spec in parameters}

@@ -41,10 +41,11 @@ class LinkModel:
 
     @classmethod
     def fit(cls, points: Iterable[Point]) -> LinkModel:
-        """The link that explains ``points`` best: the least sum of factors by which it is wrong, as logarithms.
+        """The link that explains ``points`` best: the one with the smallest sum of errors.
 
-        Several points of one size count as their median.  Factors, unlike seconds, let small sizes have their say, so
-        that a rate that changes with the size is met half-way; since they are not squared, a disturbed size is let go.
+        An error is the logarithm of the factor between what was measured and what the link says, and several points of
+        one size count as their median.  Factors, unlike seconds, let small sizes have their say, so that a rate that
+        changes with the size is met half-way; since they are not squared, a disturbed size is let go.
         """
         given = tuple((int(num_bytes), float(seconds)) for num_bytes, seconds in points)
         sizes = _median_by_size(given)
@@ -88,7 +89,7 @@ def _median_by_size(points: Sequence[Point]) -> list[Point]:
 
 
 def _candidate_lines(sizes: Sequence[Point]) -> list[tuple[float, float]]:
-    """(latency, seconds per byte) through two points, or through one with no latency or with the highest rate."""
+    """Lines (latency, seconds per byte) through two points, or through one with no latency or with the highest rate."""
     lowest_slope = min(seconds / num_bytes for num_bytes, seconds in sizes) / _MAX_RATE_FACTOR
     lines = []
     for index, (num_bytes, seconds) in enumerate(sizes):

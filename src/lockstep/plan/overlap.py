@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import NamedTuple
 
 from lockstep.plan.build import build_plan
@@ -46,7 +45,7 @@ class Pace:
 def pace_from_total(
     parameters: Sequence[ParameterSpec], backward_seconds: float, *, ready_order: Sequence[str] | None = None
 ) -> Pace:
-    """A pace for when only the length of the backward is known: each parameter takes time as it has elements.
+    """A pace for when only the length of the backward is known: a parameter takes time by its number of elements.
 
     ``parameters`` are in declaration order and ``ready_order`` is as in ``build_plan``.  A sparse parameter takes
     none: its gradient is a few rows of it.
@@ -58,22 +57,6 @@ def pace_from_total(
     for name in names:
         done += weights[name]
         ready[name] = backward_seconds * (done / total if total else 1.0)
-    return Pace(ready, backward_seconds)
-
-
-def pace_from_marks(
-    parameters: Sequence[ParameterSpec], marks: Sequence[Mapping[str, float]], backward_seconds: float
-) -> Pace:
-    """The pace of a few measured steps: per step, the moment each parameter's gradient was ready.
-
-    The median over the steps counts.  A parameter without a mark (unused in those steps) counts as ready at the end,
-    which is when the reducer learns that it is unused; so does a mark after the end.
-    """
-    ready = {}
-    for spec in parameters:
-        moments = [step[spec.name] for step in marks if spec.name in step]
-        moment = median(moments) if moments else backward_seconds
-        ready[spec.name] = min(max(moment, 0.0), backward_seconds)
     return Pace(ready, backward_seconds)
 
 

@@ -1,12 +1,6 @@
-"""The `split` strategy: one compiled graph per bucket, so that a bucket can travel while the backward still computes.
+"""Walks a graph from its output to its inputs, adds up the parameters, and cuts where the cap is reached.
 
-A compiled backward hands out all of its gradients at once, at its end.  Here the forward graph is cut where a bucket is
-full.  Each part gets a backward of its own, and the gradients of a part arrive when that backward is done: the part
-nearest the output first.
-
-    walk the graph from the output to the inputs, add up the parameters, cut when the cap is reached   (this file)
-    make a graph of each piece                                                                         (split_parts)
-    compile the pieces one by one, each with the fake outputs of the pieces before                     (split_compile)
+``parts`` makes a graph of each piece, and ``compile`` compiles them one by one.
 
 [Note: where a parameter counts]  A parameter that several nodes use has its gradient when the *first* of them (in the
 order of the forward) has run backward; there it is counted, once.  Counted with its last use, as it is met first in
@@ -23,52 +17,53 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from lockstep.graph.split_compile import compile_parts
-from lockstep.graph.split_parts import Crossing, attribute, cut
-from lockstep.graph.split_table import split_table
+from lockstep.graph.split.compile import compile_parts
+from lockstep.graph.split.parts import Crossing, attribute, cut
+from lockstep.graph.split.table import split_table
 from lockstep.plan.caps import DEFAULT_FIRST_CAP_BYTES
 
 log = logging.getLogger("lockstep.split")
-
-Parameters = list[list[Tensor | str]]
 
 
 @dataclass
 class Bucket:
     """The parameters that one part of the graph delivers, and the nodes of that part (last one first)."""
 
-    size: int = 0
-    params: list[str] = field(default_factory=list)
-    param_ids: list[int] = field(default_factory=list)
+    uses: list[ParameterUse] = field(default_factory=list)
     nodes: list[fx.Node] = field(default_factory=list)
-    opcount_increased_to_capture_external_output: int = 0
-    paramsize_before_opcount_increase: int = 0
-    members: list[Tensor | str] = field(default_factory=list)
+    num_extra_nodes: int = 0  # that came after the cap was reached, until the graph could be cut
+    num_bytes_at_cap: int = 0
 
-    def add(self, use: ParameterUse) -> None:
-        self.size += use.nbytes
-        self.params.append(use.name)
-        self.param_ids.append(id(use.parameter))
-        self.members.append(use.parameter if use.real else use.name)
+    @property
+    def num_bytes(self) -> int:
+        return sum(use.num_bytes for use in self.uses)
+
+    @property
+    def names(self) -> list[str]:
+        return [use.name for use in self.uses]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [use.parameter for use in self.uses]
 
 
 @dataclass(frozen=True)
 class ParameterUse:
+    """A parameter and the name that people know it by."""
+
     name: str
-    parameter: Tensor
-    real: bool  # or what dynamo traced with in its place, when the real one cannot be found
+    parameter: Tensor  # or what dynamo traced with in its place, where the real one cannot be found
 
     @property
-    def nbytes(self) -> int:
+    def num_bytes(self) -> int:
         return self.parameter.numel() * self.parameter.element_size()
 
 
 class SplitOptimizer:
     """Cuts what dynamo traced into one graph per bucket and compiles each; takes the place of torch's DDPOptimizer.
 
-    ``ignores`` says which parameters are not reduced, besides those marked ``_ddp_ignored``.  ``on_buckets`` is told
-    the buckets of every graph that holds parameters, in the order they become ready: the parameters themselves, or the
-    name in the graph where a parameter cannot be found.  ``buckets`` are those of the last graph, in forward order.
+    ``ignores`` says which parameters are not reduced, besides those marked ``_ddp_ignored``.  ``buckets`` are those of
+    the last graph, in forward order.
     """
 
     def __init__(
@@ -78,7 +73,6 @@ class SplitOptimizer:
         first_bucket_cap: int | None = None,
         *,
         ignores: Callable[[nn.Parameter], bool] | None = None,
-        on_buckets: Callable[[Parameters], None] | None = None,
     ) -> None:
         self.bucket_bytes_cap = bucket_bytes_cap
         # A cap below the default first one is the user's wish for small buckets, so the first follows it.
@@ -87,27 +81,21 @@ class SplitOptimizer:
         self.backend_compile_fn = backend_compile_fn
         self.buckets: list[Bucket] = []
         self._ignores = ignores
-        self._on_buckets = on_buckets
 
     def compile_fn(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **compiler_configs: Any) -> Any:
         """What dynamo calls with a graph; returns what runs in its place."""
         crossing = Crossing(gm)
-        launched = self._launched(crossing, example_inputs)
+        self._fill_buckets(crossing, example_inputs)
         log.debug("%s", self)
-        if self._on_buckets is not None and launched:
-            self._on_buckets(launched)
         if len(self.buckets) <= 1:
             return self.backend_compile_fn(gm, example_inputs, **compiler_configs)
         pieces = [list(reversed(bucket.nodes)) for bucket in self.buckets]
         return compile_parts(cut(crossing, pieces), example_inputs, self.backend_compile_fn, compiler_configs)
 
-    def find_buckets(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Parameters:
-        """The buckets that ``compile_fn`` will cut this graph by, in the order they become ready."""
-        return self._launched(Crossing(gm), example_inputs)
-
-    def _launched(self, crossing: Crossing, example_inputs: Sequence[Any]) -> Parameters:
-        self.buckets = self._fill_buckets(crossing, _ParameterUses(crossing.gm, example_inputs, self._is_ignored))
-        return [bucket.members for bucket in reversed(self.buckets) if bucket.members]
+    def find_buckets(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[list[Tensor]]:
+        """The parameters of each bucket that ``compile_fn`` will cut this graph by, in the order they become ready."""
+        self._fill_buckets(Crossing(gm), example_inputs)
+        return [bucket.parameters for bucket in reversed(self.buckets) if bucket.uses]
 
     def table(self) -> str:
         """The buckets of the last graph in the order they are launched, and the parts that had to grow."""
@@ -120,36 +108,31 @@ class SplitOptimizer:
             return True
         return self._ignores is not None and isinstance(parameter, nn.Parameter) and self._ignores(parameter)
 
-    def _fill_buckets(self, crossing: Crossing, uses: _ParameterUses) -> list[Bucket]:
+    def _fill_buckets(self, crossing: Crossing, example_inputs: Sequence[Any]) -> None:
+        uses = _ParameterUses(crossing.gm, example_inputs, self._is_ignored)
         buckets = [Bucket()]
+        filled = 0
         for node in reversed(crossing.order):
             bucket = buckets[0]
             cap = self.first_bucket_cap if len(buckets) == 1 else self.bucket_bytes_cap
-            if bucket.size >= max(cap, 1):
+            if filled >= max(cap, 1):
                 if crossing.may_cut_after(node) and crossing.has_output(bucket.nodes):
                     bucket = Bucket()
                     buckets.insert(0, bucket)
+                    filled = 0
                 else:
-                    if not bucket.opcount_increased_to_capture_external_output:
-                        bucket.paramsize_before_opcount_increase = bucket.size
-                    bucket.opcount_increased_to_capture_external_output += 1
-            for use in uses.counted_at(node):
-                bucket.add(use)
+                    if not bucket.num_extra_nodes:
+                        bucket.num_bytes_at_cap = filled
+                    bucket.num_extra_nodes += 1
+            bucket.uses += uses.counted_at(node)
+            filled += sum(use.num_bytes for use in uses.counted_at(node))
             bucket.nodes.append(node)
-        if len(buckets) > 1 and (not buckets[0].size or not crossing.has_output(buckets[0].nodes)):
-            _merge_into_next(buckets)
-        return buckets if crossing.order else []
-
-
-def _merge_into_next(buckets: list[Bucket]) -> None:
-    """A preamble without parameters would cost a graph and free no gradient any earlier."""
-    preamble = buckets.pop(0)
-    bucket = buckets[0]
-    bucket.nodes += preamble.nodes
-    bucket.size += preamble.size
-    bucket.params += preamble.params
-    bucket.param_ids += preamble.param_ids
-    bucket.members += preamble.members
+        if len(buckets) > 1 and (not buckets[0].num_bytes or not crossing.has_output(buckets[0].nodes)):
+            # A preamble without parameters would cost a graph and free no gradient any earlier.
+            preamble = buckets.pop(0)
+            buckets[0].nodes += preamble.nodes
+            buckets[0].uses += preamble.uses
+        self.buckets = buckets if crossing.order else []
 
 
 class _ParameterUses:
@@ -189,17 +172,17 @@ class _ParameterUses:
             return
         found = (getattr(node.meta.get("grapharg"), "example", None), self._inputs.get(node))
         real = next((p for p in found if isinstance(p, nn.Parameter) and not hasattr(p, "fake_mode")), None)
-        yield ParameterUse(_readable_name(node), traced if real is None else real, real is not None)
+        yield ParameterUse(_readable_name(node), traced if real is None else real)
 
 
 def _parameters_in(value: Any, name: str) -> Iterator[ParameterUse]:
     """A parameter, or those of a module: a leaf the graph calls, or the body of a higher-order operator."""
     if isinstance(value, nn.Parameter) and value.requires_grad:
-        yield ParameterUse(name, value, real=True)
+        yield ParameterUse(name, value)
     elif isinstance(value, nn.Module):
         for inner, parameter in value.named_parameters():
             if parameter.requires_grad:
-                yield ParameterUse(f"{name}.{inner}", parameter, real=True)
+                yield ParameterUse(f"{name}.{inner}", parameter)
 
 
 _STEP = re.compile(r"\['([^']+)'\]|\.(_modules|_parameters)\b")
@@ -213,6 +196,3 @@ def _readable_name(node: fx.Node) -> str:
         return str(node.target)
     steps = [match[1] for match in _STEP.finditer(text) if match[1]]
     return ".".join(steps[1:]) or str(node.target)
-
-
-__all__ = ["Bucket", "SplitOptimizer"]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from lockstep import torch_private
-from lockstep.graph.split_parts import Part, Split, attribute
+from lockstep.graph.split.parts import Part, Split, attribute
 
 
 def compile_parts(

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lockstep.graph.split.optimizer import Bucket
 
 
-class _Bucket(Protocol):
-    size: int
-    params: list[str]
-    opcount_increased_to_capture_external_output: int
-    paramsize_before_opcount_increase: int
-
-
-def split_table(buckets: Sequence[_Bucket], cap_bytes: int, first_cap_bytes: int) -> str:
+def split_table(buckets: Sequence[Bucket], cap_bytes: int, first_cap_bytes: int) -> str:
     """``buckets`` in forward order; the table has them in the order they are launched."""
     launched = list(reversed(buckets))
-    if not any(bucket.params for bucket in launched):
+    if not any(bucket.uses for bucket in launched):
         return "split: no parameters in this graph, nothing to split"
     title = f"split: buckets {len(launched)}, cap {cap_bytes:,} bytes, first {first_cap_bytes:,} bytes"
     rows = [("bucket", "bytes", "parameters")]
     for index, bucket in enumerate(launched):
-        names = bucket.params or ["-"]
-        rows.append((str(index), f"{bucket.size:,}", names[0]))
+        names = bucket.names or ["-"]
+        rows.append((str(index), f"{bucket.num_bytes:,}", names[0]))
         rows += [("", "", name) for name in names[1:]]
     text = [title, *_aligned(rows)]
     grown = [("bucket", "more operations", "more bytes")]
     for index, bucket in enumerate(launched):
-        if bucket.opcount_increased_to_capture_external_output:
-            more_bytes = bucket.size - bucket.paramsize_before_opcount_increase
-            grown.append((str(index), str(bucket.opcount_increased_to_capture_external_output), f"{more_bytes:,}"))
+        if bucket.num_extra_nodes:
+            more_bytes = bucket.num_bytes - bucket.num_bytes_at_cap
+            grown.append((str(index), str(bucket.num_extra_nodes), f"{more_bytes:,}"))
     if len(grown) > 1:
         text += ["extended past the cap, up to a place where the graph can be cut:", *_aligned(grown)]
     return "\n".join(text)

@@ -29,6 +29,8 @@ _NOT_COMPUTED = ("placeholder", "get_attr", "output")
 
 @dataclass
 class Part:
+    """A piece of a graph as a module of its own."""
+
     name: str
     module: fx.GraphModule
     inputs: list[fx.Node]  # nodes of the graph that was cut
@@ -37,9 +39,11 @@ class Part:
 
 @dataclass
 class Split:
+    """A graph, the parts that it was cut into, and the module that runs them in its place."""
+
     whole: fx.GraphModule
     parts: list[Part]
-    caller: fx.GraphModule  # calls the parts, by their names
+    caller: fx.GraphModule  # holds the parts, by their names
 
 
 def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:

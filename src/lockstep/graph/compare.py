@@ -1,0 +1,98 @@
+"""Tells people when ranks compile different graphs.
+
+Each rank describes what it is about to compile, and compares that with the first description on the board.  What only
+its own process has must not be in it: device ordinals, memory addresses, places in tables.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lockstep import torch_private
+from lockstep.agree.board import Board
+from lockstep.errors import rank_table
+
+logger = logging.getLogger("lockstep")
+
+_OF_THIS_PROCESS = re.compile(r" at 0x[0-9a-fA-F]+|(?<=[a-z]):\d+|, index=\d+|(kernel|constant_args)_idx: \d+")
+_ALL = "constants or the order of operations"  # differs where anything does, and is told where nothing else does
+_REASON = "compiled again because"
+_MAX_SECTIONS = 8
+
+# What differs, as people call it, and its value: {"input x": "[4, 6] float32", "operation relu": "2 times", ...}
+Facts = dict[str, str]
+
+
+def describe_graph(gm: fx.GraphModule, inputs: Sequence[Any], names: Mapping[int, str], **settings: str) -> Facts:
+    """The facts of a graph that dynamo traced; ``names`` tells which inputs (by index) are which parameters."""
+    facts, parameters, exact = {}, {}, [str(settings)]
+    for index, (node, given) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=False)):
+        value = node.meta.get("example_value", given)
+        exact.append(f"{names.get(index, '')} {_exact(value)}")
+        if index in names:
+            parameters[f"parameter {names[index]}"] = "used"
+        elif isinstance(value, Tensor):
+            facts[f"input {torch_private.graph_input_name(node)}"] = _readable(value)
+    calls = [node.target for node in gm.graph.nodes if node.op.startswith("call_")]
+    counts = Counter(c if isinstance(c, str) else getattr(c, "__name__", str(c)) for c in calls)
+    facts |= parameters | {f"operation {name}": f"{times} times" for name, times in counts.items()}
+    exact += [str(module.graph) for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    text = _OF_THIS_PROCESS.sub("", "\n".join(exact))
+    facts |= {key: _OF_THIS_PROCESS.sub("", value) for key, value in settings.items()}
+    facts[_ALL] = f"graph {hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
+    facts[_REASON] = torch_private.recompile_reason()
+    return facts
+
+
+def _readable(value: Tensor) -> str:
+    sizes = [str(s) if isinstance(s, int) else f"{torch_private.size_hint(s)} (dynamic)" for s in value.shape]
+    return f"[{', '.join(sizes)}] {str(value.dtype).removeprefix('torch.')}"
+
+
+def _exact(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return str(value) if isinstance(value, torch.SymInt | torch.SymFloat) else type(value).__name__
+    layout = value.stride() if value.layout == torch.strided else value.layout
+    return f"{value.shape} {layout} {value.dtype} {value.device.type} {value.requires_grad}"
+
+
+def difference(facts: Mapping[int, Facts]) -> str:
+    """A table by rank for everything in which these ranks' graphs differ; empty when they are the same."""
+    if len({mine[_ALL] for mine in facts.values()}) < 2:
+        return ""
+    sections = {}
+    for key in dict.fromkeys(key for mine in facts.values() for key in mine):
+        values = {rank: mine.get(key, "not there") for rank, mine in facts.items()}
+        if len(set(values.values())) > 1 and key != _REASON:
+            sections[key] = values
+    if len(sections) > 1:
+        del sections[_ALL]
+    shown = [f"{key}:\n{rank_table(values)}" for key, values in list(sections.items())[:_MAX_SECTIONS]]
+    if len(sections) > _MAX_SECTIONS:
+        shown.append(f"... and {len(sections) - _MAX_SECTIONS} more differences")
+    reasons = {rank: mine[_REASON] for rank, mine in facts.items() if mine[_REASON]}
+    return "\n".join([*shown, f"{_REASON}:\n{rank_table(reasons)}"] if reasons else shown)
+
+
+def compare(board: Board, region: str, mine: Facts) -> None:
+    """Warn, once for a region, if another rank came to its n-th compilation of the region with another graph."""
+    number = board.count(f"compile/{region}/times on rank {board.rank}")
+    told = board.post_first(f"compile/{region}/{number}", json.dumps([board.rank, mine]))
+    rank, theirs = json.loads(told)
+    table = difference({rank: theirs, board.rank: mine})
+    if table and board.count(f"compile/{region}/warnings on rank {board.rank}") == 1:
+        logger.warning(
+            "Ranks compile different graphs for %s, so each compiles its own: a longer start, and steps that wait for "
+            "each other.\n%s",
+            region,
+            table,
+        )
