@@ -102,7 +102,7 @@ def checkpointing_non_reentrant() -> dict[str, Any]:
 
 
 def options_of_ddp() -> dict[str, Any]:
-    """An unused parameter, small buckets and buffers, all through TrainingArguments."""
+    """An unused parameter and a buffer that differs between ranks, with options given through TrainingArguments."""
     model = llama()
     model.register_parameter("spare", nn.Parameter(torch.ones(3)))
     model.register_buffer("counter", torch.full((2,), float(RANK)))
