@@ -37,5 +37,5 @@ clean: ## remove what the other targets made, except .venv
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_FLAGS) torch -c constraints.txt
-	$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[dev]' -c constraints.txt
+	$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[dev,integrations]' -c constraints.txt
 	touch $@

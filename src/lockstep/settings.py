@@ -17,7 +17,6 @@ __all__ = [
     "agreement_timeout",
     "backend",
     "check",
-    "compile_start",
     "compile_timeout",
     "stall_seconds",
 ]
@@ -63,12 +62,6 @@ STALL_SECONDS = Setting(
     "10",
     "seconds after which a waiting rank says who is late; the pause doubles with each message",
 )
-COMPILE_START_SECONDS = Setting(
-    "LOCKSTEP_COMPILE_START_SECONDS",
-    "5",
-    "head start, in seconds, of each host's first rank in compiling a graph that the others then find in the cache",
-    may_be_zero=True,
-)
 COMPILE_TIMEOUT = Setting(
     "LOCKSTEP_COMPILE_TIMEOUT",
     "1800",
@@ -81,7 +74,7 @@ BACKEND = Setting(
     "a GPU, else to gloo",
 )
 
-SETTINGS = (AGREEMENT_TIMEOUT, STALL_SECONDS, COMPILE_START_SECONDS, COMPILE_TIMEOUT, BACKEND)
+SETTINGS = (AGREEMENT_TIMEOUT, STALL_SECONDS, COMPILE_TIMEOUT, BACKEND)
 
 
 def check(environment: Mapping[str, str]) -> None:
@@ -97,10 +90,6 @@ def agreement_timeout() -> float:
 
 def stall_seconds() -> float:
     return STALL_SECONDS.seconds()
-
-
-def compile_start() -> float:
-    return COMPILE_START_SECONDS.seconds()
 
 
 def compile_timeout() -> float:
