@@ -17,7 +17,6 @@ SECONDS = [setting for setting in SETTINGS if setting is not BACKEND]
 ACCESSORS = {
     "LOCKSTEP_AGREEMENT_TIMEOUT": settings.agreement_timeout,
     "LOCKSTEP_STALL_SECONDS": settings.stall_seconds,
-    "LOCKSTEP_COMPILE_START_SECONDS": settings.compile_start,
     "LOCKSTEP_COMPILE_TIMEOUT": settings.compile_timeout,
     "LOCKSTEP_BACKEND": settings.backend,
 }

@@ -64,7 +64,7 @@ STALL_SECONDS = Setting(
 )
 COMPILE_TIMEOUT = Setting(
     "LOCKSTEP_COMPILE_TIMEOUT",
-    "1800",
+    "300",
     "seconds to wait for the rank that compiles a graph, before compiling it here too",
 )
 BACKEND = Setting(

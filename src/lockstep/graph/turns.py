@@ -24,7 +24,7 @@ from collections.abc import Callable
 from time import monotonic, sleep
 from typing import Any, TypeVar
 
-from lockstep import torch_private
+from lockstep import settings, torch_private
 
 try:
     import fcntl
@@ -66,7 +66,7 @@ def in_turn(directory: str, what: str, compile: Callable[[], T]) -> T:
 def _lock(file: int, byte: int) -> None:
     """Lock this byte; if another process has it, only wait until that one is done."""
     begin = monotonic()
-    limit = float(os.environ.get("LOCKSTEP_COMPILE_TIMEOUT", "300"))
+    limit = settings.compile_timeout()
     waited = 0.0
     while True:
         try:
