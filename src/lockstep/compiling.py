@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from lockstep.ddp import DistributedDataParallel
+from lockstep.ddp.options import Overlap
 from lockstep.graph.backend import STRATEGIES
 from lockstep.graph.explain import Explanation
 
 __all__ = ["compile", "explain"]
 
 
-def compile(model: Any, *, overlap: str | None = None, verbose: bool = False, **options: Any) -> Any:
+def compile(model: Any, *, overlap: Overlap | None = None, verbose: bool = False, **options: Any) -> Any:
     """``torch.compile`` for a wrapped model, with the two choices that concern its communication.
 
     Args:
@@ -31,7 +32,7 @@ def compile(model: Any, *, overlap: str | None = None, verbose: bool = False, **
     for wrapper in wrappers:
         if overlap is not None:
             wrapper.overlap = overlap
-        wrapper._explains_when_settled = verbose
+        wrapper._compilation.explains_when_settled = verbose
     return torch.compile(model, **options)
 
 

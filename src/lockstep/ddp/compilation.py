@@ -1,4 +1,4 @@
-"""What the wrapper does about compilation: the plan for a compiled model, and who compiles its graphs.
+"""Compilation of a wrapped model: the plan for it, who compiles its graphs, and what came of them.
 
 [Note: when the plan is chosen]  Bucket sizes that the user did not give are chosen before the first backward, from the
 speed of the link and the pace of the backward.  The link is measured by collectives, so all ranks must be there: in
@@ -9,7 +9,6 @@ The pace is read off the first graph; rank 0's plan is what all take.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import warnings
 from statistics import median
@@ -18,10 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from lockstep import torch_private
+from lockstep import settings, torch_private
 from lockstep.ddp import setup
+from lockstep.ddp.options import Overlap
+from lockstep.ddp.peers import Peers
+from lockstep.ddp.plan_keeper import PlanKeeper
+from lockstep.ddp.uneven import UnevenInputs
 from lockstep.engine.link import measure_link
-from lockstep.engine.step import State
+from lockstep.engine.step import State, SyncStep
 from lockstep.graph.backend import OverlapCompiler
 from lockstep.graph.explain import Explanation, explain_graphs
 from lockstep.graph.pace import measure_flops_per_second, pace_of, ready_order
@@ -33,11 +36,7 @@ from lockstep.plan.overlap import Pace, choose_caps
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from lockstep.agree.board import Board
-    from lockstep.agree.watch import Watch
     from lockstep.engine.bucket import Slot
-    from lockstep.engine.step import SyncStep
-    from lockstep.observe.timeline import Timeline
 
 logger = logging.getLogger("lockstep")
 
@@ -55,100 +54,99 @@ _INTENTION = "intention to compile"
 _chosen_plans: dict[tuple[str, str], Plan] = {}
 
 
-def _agreement_timeout() -> float:
-    return float(os.environ.get("LOCKSTEP_AGREEMENT_TIMEOUT", "600"))
-
-
 class Compilation:
-    """Mixed into the wrapper."""
+    """Looks after what is compiled of one wrapped module."""
 
-    module: nn.Module
-    step: SyncStep
-    _graphs: list[Any]
-    process_group: Any
-    device: torch.device
-    overlap: str | None
-    bucket_order: str
-    _board: Board | None
-    _watch: Watch
-    _caps: BucketCaps
-    _plan_was_given: bool
-    _join_config: Any
-    timeline: Timeline
-
-    def _init_compilation(self) -> None:
-        # What a compiler sees of a forward, as a function of this wrapper alone: compilers keep their graphs by code
-        # object, so a shared one would hand this wrapper another one's graphs, and run out of room for them.
-        self._region = torch_private.own_code(type(self)._run_ddp_forward)  # type: ignore[attr-defined]
-        self._graph_key = "plan 0"
-        self._first_digest = self.step.reducer.plan.digest
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        step: SyncStep,
+        keeper: PlanKeeper,
+        peers: Peers,
+        uneven: UnevenInputs,
+        *,
+        overlap: Overlap | None,
+        caps: BucketCaps,
+        plan_is_given: bool,
+        sizes_are_open: bool,
+    ) -> None:
+        self._module = module
+        self._device = device
+        self._step = step
+        self._keeper = keeper
+        self._peers = peers
+        self._uneven = uneven
+        self.overlap = overlap
+        self._caps = caps
+        self._plan_is_given = plan_is_given
+        self._sizes_are_open = sizes_are_open
+        self._first_digest = step.reducer.plan.digest
         self._link: LinkModel | None = None
-        self._asked_about_compiling = self._all_compile = False
+        self.has_asked = self._all_compile = False
         self._has_settled = False
-        self._explains_when_settled = False
+        self.explains_when_settled = False
         self._num_graphs_seen = self._num_graphs_checked = -1
         self._num_passes_to_check = 0
 
-    @property
-    def _may_choose_sizes(self) -> bool:
-        return self._caps == BucketCaps() and not self._plan_was_given and self.bucket_order == "declared"
-
     @torch.compiler.disable
-    def _measure_before_compiling(self, compiler_is_watching: bool) -> None:
-        """Once, in the first forward that will have a backward: see [Note: when the plan is chosen]."""
-        self._asked_about_compiling = True
-        if self.process_group.size() == 1:
+    def measure_before(self, compiler_is_watching: bool) -> None:
+        """Ask the others, in the first forward that will have a backward; see [Note: when the plan is chosen]."""
+        self.has_asked = True
+        if self._peers.world == 1:
             self._all_compile = True
-            self._link = LinkModel.free() if self._may_choose_sizes else None
+            self._link = LinkModel.free() if self._sizes_are_open else None
             return
-        if self._board is None:
+        if self._peers.board is None:
             return
         known = _chosen_plans.get(self._plan_key)
         mine = compiler_is_watching or (
-            any(map(torch_private.is_compiled, self.module.modules())) and not torch_private.compiler_is_off()
+            any(map(torch_private.is_compiled, self._module.modules())) and not torch_private.compiler_is_off()
         )
         if not mine or self.overlap == "none":
-            self._board.post(f"{_INTENTION}/{self._board.rank}", "no")  # for those who ask; an eager rank never waits
+            self._peers.board.post(
+                f"{_INTENTION}/{self._peers.board.rank}", "no"
+            )  # for those who ask; an eager rank never waits
             return
-        if not self._may_choose_sizes:
+        if not self._sizes_are_open:
             answer = "yes"
         else:
             answer = "yes, sizes open" if known is None else f"yes, plan {known.digest}"
-        told = set(self._watch.gather(_INTENTION, answer, _agreement_timeout()).values())
+        told = set(self._peers.watch.gather(_INTENTION, answer, settings.agreement_timeout()).values())
         self._all_compile = "no" not in told
         if told == {"yes, sizes open"}:
-            self._link = measure_link(self.process_group, self.device, self._watch)
+            self._link = measure_link(self._peers.group, self._device, self._peers.watch)
         elif known is not None and told == {f"yes, plan {known.digest}"}:
-            self._adopt_plan(known)
+            self._keeper.adopt(known)
 
     @property
     def _plan_key(self) -> tuple[str, str]:
         """A second wrapper of the same kind takes the plan of the first: it may be given the same graphs, too."""
-        return (self.process_group.group_name, self._first_digest)
+        return (self._peers.group.group_name, self._first_digest)
 
     # ---------------------------------------------------------------- what came of it
 
-    def explain_compilation(self) -> Explanation:
+    def explain(self) -> Explanation:
         """See :func:`lockstep.explain`."""
-        return explain_graphs(self._graphs, self.step.reducer, self.module, self._measured_exposed_seconds())
+        return explain_graphs(self._keeper.graphs, self._step.reducer, self._module, self._measured_exposed_seconds())
 
     def _measured_exposed_seconds(self) -> float | None:
         """How long the last steps waited for the link; unknown where a wait does not stop the host."""
-        if not self.step.reducer.transport.blocks_host(self.device):
+        if not self._step.reducer.transport.blocks_host(self._device):
             return None
-        waits = [step.exposed_seconds for step in self.timeline.steps]
+        waits = [step.exposed_seconds for step in self._step.reducer.timeline.steps]
         return median(waits) if waits else None
 
-    def _check_compilation(self) -> None:
-        """After the third reduction, and again when more was compiled: say what did not come as expected."""
-        num_graphs, num_passes = len(self._graphs), self.step.num_windows
+    def check(self) -> None:
+        """Say what did not come as expected, after the third reduction, and again when more was compiled."""
+        num_graphs, num_passes = len(self._keeper.graphs), self._step.num_windows
         if self._num_graphs_seen != num_graphs:
             self._num_graphs_seen = num_graphs
             self._num_passes_to_check = max(3, num_passes + 2)  # the first one only watches what comes from a graph
         if self._num_graphs_checked == num_graphs or num_passes < self._num_passes_to_check:
             return
         self._num_graphs_checked = num_graphs
-        explanation = self.explain_compilation()
+        explanation = self.explain()
         for name in explanation.never_ran:
             warnings.warn(f"{name} was compiled, but no graph of it has run.", stacklevel=4)
         for graph in explanation.graphs:
@@ -161,52 +159,58 @@ class Compilation:
                         f"{why}. lockstep.explain(model) tells more.",
                         stacklevel=4,
                     )
-        if self._graphs and self.step.reducer.rank == 0:
-            if self._explains_when_settled:
+        if self._keeper.graphs and self._step.reducer.rank == 0:
+            if self.explains_when_settled:
                 print(explanation, file=sys.stderr)
             logger.info("%s", explanation)
 
     # ---------------------------------------------------------------- the plan for a graph
 
-    def _overlap_compiler(self, backend: Callable[..., Any]) -> OverlapCompiler:
+    def compiler_for(self, backend: Callable[..., Any]) -> OverlapCompiler:
         return OverlapCompiler(
-            self.step, self._graphs, backend, self.overlap, self._caps, settle_plan=self._settle_plan, board=self._board
+            self._step,
+            self._keeper.graphs,
+            backend,
+            self.overlap,
+            self._caps,
+            settle_plan=self._settle_plan,
+            board=self._peers.board,
         )
 
     def _settle_plan(
         self, gm: fx.GraphModule, slots: dict[int, Slot], split_groups: Sequence[Sequence[str]] | None
     ) -> None:
-        """Before the first backward: the plan that suits this graph.  ``split_groups`` are the buckets it is cut by."""
-        if self._plan_was_given or self.step.num_windows or self.step.state is not State.IDLE:
+        """Take the plan that suits this graph, before the first backward; ``split_groups`` are the buckets it is cut by."""
+        if self._plan_is_given or self._step.num_windows or self._step.state is not State.IDLE:
             return
-        if not self._all_compile or self._join_config.enable:
+        if not self._all_compile or self._uneven.is_on:
             return  # others would not come to agree on it
         if self._has_settled:
             return  # once, since a later graph may be compiled on some ranks only
         self._has_settled = True
         plan = self._plan_of_parts(split_groups) if split_groups is not None else self._plan_by_pace(gm, slots)
-        if self._board is not None and (split_groups is not None or self._link is not None):
+        if self._peers.board is not None and (split_groups is not None or self._link is not None):
             mine = "none" if plan is None else plan.to_json()
-            told = self._watch.gather("plan for the first compiled graph", mine, _agreement_timeout())
+            told = self._peers.watch.gather("plan for the first compiled graph", mine, settings.agreement_timeout())
             if plan is None or "none" in told.values():
                 return
-            plan = setup.choose_plan(list(plan.parameters), self._caps, told[0])
+            plan = setup.choose_plan(list(plan.parameters), self._caps, Plan.from_json(told[0]))
         if plan is None:
             return
         if split_groups is None:
             _chosen_plans[self._plan_key] = plan
-        if plan.digest != self.step.reducer.plan.digest:
-            self._adopt_plan(plan)
+        if plan.digest != self._step.reducer.plan.digest:
+            self._keeper.adopt(plan)
         logger.info("The plan for the compiled model:\n%s", plan)
 
     def _plan_of_parts(self, groups: Sequence[Sequence[str]]) -> Plan:
-        specs = setup.specs_of(self.step.reducer.slots, setup.sparse_parameter_names(self.module))
+        specs = setup.specs_of(self._step.reducer.slots, setup.sparse_parameter_names(self._module))
         return plan_from_groups(specs, groups, self._caps)
 
     def _plan_by_pace(self, gm: fx.GraphModule, slots: dict[int, Slot]) -> Plan | None:
-        if self._link is None or not self._may_choose_sizes:
+        if self._link is None or not self._sizes_are_open:
             return None
-        specs = setup.specs_of(self.step.reducer.slots, setup.sparse_parameter_names(self.module))
+        specs = setup.specs_of(self._step.reducer.slots, setup.sparse_parameter_names(self._module))
         covered = {slot.name for slot in slots.values()}
         if sum(s.num_bytes for s in specs if s.name in covered) < _ENOUGH_OF_THE_MODEL * sum(
             s.num_bytes for s in specs
@@ -219,26 +223,17 @@ class Compilation:
         if self._link == LinkModel.free():
             caps = BucketCaps(_LONE_CAP_BYTES, _LONE_CAP_BYTES)
             return setup.choose_plan(specs, caps, None, order)
-        speed = measure_flops_per_second(self.device, self._compute_dtype())
+        speed = measure_flops_per_second(self._device, self._compute_dtype())
         pace = pace_of(gm, names, speed)
         ready = {spec.name: pace.ready_seconds.get(spec.name, pace.backward_seconds) for spec in specs}
-        launch_seconds = LAUNCH_SECONDS.get(self.device.type, LAUNCH_SECONDS["cuda"])
+        launch_seconds = LAUNCH_SECONDS.get(self._device.type, LAUNCH_SECONDS["cuda"])
         choice = choose_caps(
             specs, Pace(ready, pace.backward_seconds), self._link, launch_seconds=launch_seconds, ready_order=order
         )
         return choice.plan
 
     def _compute_dtype(self) -> torch.dtype:
-        kind = self.device.type
+        kind = self._device.type
         if torch.is_autocast_enabled(kind):
             return torch.get_autocast_dtype(kind)
-        return next((slot.parameter.dtype for slot in self.step.reducer.slots), torch.float32)
-
-    def _forget_graphs(self) -> None:
-        """The plan has changed: graphs that were made for the one before are not used again."""
-        self._graph_key = f"plan {int(self._graph_key.split()[1]) + 1}"
-        self._graphs.clear()
-
-    def _adopt_plan(self, plan: Plan) -> None:
-        self._lay_out(plan, self.step.reducer.slots)  # type: ignore[attr-defined]
-        self._log_construction()  # type: ignore[attr-defined]
+        return next((slot.parameter.dtype for slot in self._step.reducer.slots), torch.float32)

@@ -1,4 +1,4 @@
-"""The steps of wrapping a module, one function each: check the arguments, name the parameters, describe, plan.
+"""The steps of wrapping a module, one function each: name the parameters, place, plan, describe.
 
 Where torch's DistributedDataParallel has a well-known error for a bad argument, the same type and words are used,
 since scripts and tests match on them.
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
 from lockstep import torch_private
@@ -36,18 +37,11 @@ class Placement:
 # ---------------------------------------------------------------- process group
 
 
-def choose_process_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
-    """The group to reduce over.  DTensor (tensor-parallel) parameters need no preparation: their local parts travel."""
-    if process_group is not None and device_mesh is not None:
-        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
-    if device_mesh is None:
-        return process_group if process_group is not None else torch_private.default_group()
-    if device_mesh.ndim != 1:
-        raise RuntimeError(
-            f"Only 1D device mesh is supported, but got {device_mesh}. Pass the data-parallel axis, for example "
-            'device_mesh=mesh["dp"].'
-        )
-    return device_mesh.get_group(mesh_dim=0)
+def choose_process_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
+    """Choose what to reduce over.  DTensor (tensor-parallel) parameters need no preparation: their local parts travel."""
+    if device_mesh is not None:
+        return device_mesh.get_group(mesh_dim=0)
+    return process_group if process_group is not None else torch_private.default_group()
 
 
 # ---------------------------------------------------------------- parameters
@@ -68,6 +62,10 @@ def trainable_slots(module: nn.Module, ignored: set[str], also: Container[int] =
                 seen.add(id(parameter))
                 slots.append(Slot(name, parameter, type(owner).__name__, position=len(slots)))
     return slots
+
+
+def has_sync_batch_norm(module: nn.Module) -> bool:
+    return any(isinstance(m, nn.SyncBatchNorm) for m in module.modules())
 
 
 def sparse_parameter_names(module: nn.Module) -> set[str]:
@@ -166,14 +164,13 @@ def specs_of(slots: Iterable[Slot], sparse_names: set[str]) -> list[ParameterSpe
 def choose_plan(
     specs: list[ParameterSpec],
     caps: BucketCaps,
-    given: Plan | str | None,
+    given: Plan | None,
     ready_order: list[str] | None = None,
 ) -> Plan:
     """The plan given by the user (a resumed run keeps its layout), or a new one."""
     if given is None:
         return build_plan(specs, caps, ready_order=ready_order)
-    plan = Plan.from_json(given) if isinstance(given, str) else given
-    planned = {spec.name: spec for spec in plan.parameters}
+    planned = {spec.name: spec for spec in given.parameters}
     for spec in specs:
         if planned.pop(spec.name, None) != spec:
             raise ValueError(
@@ -185,7 +182,7 @@ def choose_plan(
             f"The given plan names a parameter that this module does not train: {next(iter(planned))}. Build the plan "
             "anew (plan=None)."
         )
-    return plan
+    return given
 
 
 # ---------------------------------------------------------------- what ranks agree on

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.ddp.finalization import ManualFinalization
 from lockstep.engine.bucket import LiveBucket, Slot
 from lockstep.engine.exchange import HookExchange
 from lockstep.engine.feeders.hooks import HookFeeder
@@ -25,8 +26,14 @@ class TorchReducer:
     """A thin face over one step and its parts."""
 
     def __init__(
-        self, step: SyncStep, feeder: HookFeeder, logger: Any, update_process_group: Callable[[Any], None]
+        self,
+        step: SyncStep,
+        feeder: HookFeeder,
+        logger: Any,
+        finalization: ManualFinalization,
+        update_process_group: Callable[[Any], None],
     ) -> None:
+        self._finalization = finalization
         self._step = step
         self._feeder = feeder
         self._logger = logger
@@ -154,3 +161,14 @@ class TorchReducer:
 
     def _set_sparse_metadata(self, metadata: dict[str, Tensor]) -> None:
         self._step.reducer.mean.sparse_rows = dict(metadata)
+
+    # ---------------------------------------------------------------- the end of a backward by hand
+
+    def _set_manual_finalization_required(self, required: bool) -> None:
+        self._finalization.require(required)
+
+    def _should_finalize_after_backward(self) -> bool:
+        return self._finalization.only_after_backward
+
+    def _finalize_backward_manual(self) -> None:
+        self._finalization.finalize()

@@ -1,60 +1,91 @@
 """The wrapper: torch's DistributedDataParallel by the same names, on our reducer.
 
-The constructor is a recipe of named calls; ``forward`` is three moments (before, the module, after).  The names that
-people and libraries reach for inside torch's class live in ``ddp/torch_names.py``.
+The constructor is a recipe of named calls that make the parts, each in a file of its own; ``forward`` is three moments
+(before, the module, after).  The names that people and libraries reach for inside torch's class are forwarded to the
+parts in ``ddp/torch_names.py``.
 """
 
 from __future__ import annotations
 
-import logging
+import copy
 import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Joinable
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep import torch_private
-from lockstep.agree.board import open_board
-from lockstep.agree.control import control_of
+from lockstep import settings, torch_private
 from lockstep.agree.model import agree_on_model, wrap_failures_told
-from lockstep.agree.watch import Watch
 from lockstep.ddp import setup
+from lockstep.ddp.buffers import BufferSync
+from lockstep.ddp.comm_hooks import check_comm_hook
 from lockstep.ddp.compilation import Compilation
-from lockstep.ddp.plan_keeper import PlanKeeping
+from lockstep.ddp.delay import delayed_reduction, make_delayed_equal
+from lockstep.ddp.finalization import ManualFinalization
+from lockstep.ddp.logbook import Logbook, note_engine_errors, throw
+from lockstep.ddp.options import BucketOrder, Device, Options, Overlap
+from lockstep.ddp.peers import Peers
+from lockstep.ddp.plan_keeper import PlanKeeper
+from lockstep.ddp.precision import LowPrecision
 from lockstep.ddp.torch_names import TorchNames
 from lockstep.ddp.torch_reducer import TorchReducer
 from lockstep.ddp.uneven import UnevenInputs
 from lockstep.engine import step_guard
-from lockstep.engine.audit import CollectiveAudit
 from lockstep.engine.bucket import Slot
 from lockstep.engine.delayed import DelayedReduction
 from lockstep.engine.feeders.dist_autograd import DistAutogradFeeder
 from lockstep.engine.feeders.hooks import HookFeeder
-from lockstep.engine.grad_memory import GradMemory, GradOwnership
-from lockstep.engine.lane import lane_of
-from lockstep.engine.mixed_precision import MixedPrecisionParameters
-from lockstep.engine.module_state import broadcast_tensors, sync_module_states
+from lockstep.engine.grad_memory import GradMemory
+from lockstep.engine.module_state import sync_module_states
 from lockstep.engine.optimizer_in_backward import take_over_optimizers
 from lockstep.engine.reducer import Reducer
 from lockstep.engine.step import Check, SyncStep
-from lockstep.engine.transport import Transport
-from lockstep.graph.backend import STRATEGIES, OverlapCompiler
+from lockstep.graph.backend import OverlapCompiler
+from lockstep.graph.explain import Explanation
 from lockstep.observe.logging_data import LoggingData
+from lockstep.observe.metrics import metrics_of
 from lockstep.observe.timeline import Timeline, now
 from lockstep.plan import BucketCaps, Plan
-
-logger = logging.getLogger("lockstep")
+from lockstep.state_dict import rename_keys
 
 _BROADCAST_CHUNK_BYTES = 250 * 1024 * 1024
-_OWNERSHIP = {None: GradOwnership.ALIAS, True: GradOwnership.PERSISTENT, False: GradOwnership.OWN}
+# What belongs to this process; a copy makes its own.
+_LIVE = (
+    "reducer",
+    "step",
+    "logger",
+    "device_mesh",
+    "_peers",
+    "_precision",
+    "_hooks",
+    "_log",
+    "_keeper",
+    "_buffer_sync",
+    "_uneven",
+    "_compilation",
+    "_finalization",
+    "_dist_autograd",
+    "_delayed",
+    "_region",
+)
+
+if TYPE_CHECKING:  # type checkers know nothing of ``register`` below
+    _Base = nn.parallel.DistributedDataParallel
+else:
+
+    class _Base(nn.Module, Joinable):
+        """What torch's class is made of."""
 
 
-class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames, nn.Module):
+class DistributedDataParallel(TorchNames, _Base):
     """Data parallelism for a module: every rank computes on its own inputs and all ranks apply the mean gradient.
 
     Gradients are reduced in buckets while the backward still runs.  The arguments are those of
@@ -64,6 +95,8 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
         gradient_as_bucket_view: ``None`` (default) lets ``.grad`` point into the buffer it was reduced in, a new one in
             each step, so that nothing is copied back and old references stay valid; ``True`` keeps the buffers, so that
             addresses never change; ``False`` copies results into memory that ``.grad`` owns.
+        lazy_bucket_allocation: as in torch 2.15.  Buffers are allocated when a bucket becomes whole anyway, except where
+            ``gradient_as_bucket_view=True`` keeps them: with True here, too, they are not kept between steps.
         plan: a :class:`lockstep.Plan` (or its JSON) to use instead of a new one.  A resumed run that passes the plan it
             was saved with keeps the layout, and so the bits, of the run before.
         bucket_order: ``"declared"`` (default) fills buckets in the reverse of declaration order, fixed before the first
@@ -76,17 +109,17 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
     """
 
     # Compilers ask the class which wrapper is running.
-    _active_ddp_module: ClassVar[DistributedDataParallel | None] = None
+    _active_ddp_module: ClassVar[Any] = None
 
     def __init__(
         self,
         module: nn.Module,
-        device_ids: Sequence[Any] | None = None,
-        output_device: Any = None,
+        device_ids: Sequence[Device] | None = None,
+        output_device: Device | None = None,
         dim: int = 0,
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
-        process_group: Any = None,
+        process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
@@ -95,288 +128,243 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
         delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
         param_to_hook_all_reduce: nn.Parameter | None = None,
         mixed_precision: Any = None,
-        device_mesh: Any = None,
+        device_mesh: DeviceMesh | None = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         plan: Plan | str | None = None,
-        bucket_order: str = "declared",
-        overlap: str | None = None,
+        bucket_order: BucketOrder = "declared",
+        overlap: Overlap | None = None,
         check: Check = "step",
     ) -> None:
-        super().__init__()
-        Joinable.__init__(self)
-        self.logger = LoggingData()
-        if bucket_order not in ("declared", "observed"):
-            raise ValueError(f'bucket_order must be "declared" or "observed", got {bucket_order!r}.')
-        if bucket_order == "observed" and find_unused_parameters and not static_graph:
-            raise ValueError(
-                'bucket_order="observed" needs a step in which every parameter is used, or static_graph=True; it does '
-                "not go with find_unused_parameters=True."
-            )
-        if check not in ("step", "collective", "off"):
-            raise ValueError(f'check must be "step", "collective" or "off", got {check!r}.')
-        self.check = check
-        if overlap not in (None, *STRATEGIES):
-            raise ValueError(f"overlap must be one of {', '.join(STRATEGIES)} or None, got {overlap!r}.")
-        self.overlap = overlap
-        if gradient_as_bucket_view not in (None, True, False):
-            raise ValueError(f"gradient_as_bucket_view must be None, True or False, got {gradient_as_bucket_view!r}.")
-        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
-            raise ValueError(
-                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
-            )
-        self.process_group = setup.choose_process_group(process_group, device_mesh)
-        self._delay_request: tuple[list[str], nn.Parameter] | None = None
-        self._reopen_board()
+        nn.Module.__init__(self)  # Joinable's own state is the part's, see uneven.py
+        self._options = options = Options(
+            device_ids=device_ids,
+            output_device=output_device,
+            dim=dim,
+            broadcast_buffers=broadcast_buffers,
+            init_sync=init_sync,
+            process_group=process_group,
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=find_unused_parameters,
+            check_reduction=check_reduction,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            mixed_precision=mixed_precision,
+            device_mesh=device_mesh,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+            batched_grad_copy=batched_grad_copy,
+            forward_sync_buffers=forward_sync_buffers,
+            lazy_bucket_allocation=lazy_bucket_allocation,
+            plan=plan,
+            bucket_order=bucket_order,
+            overlap=overlap,
+            check=check,
+        )
+        self.require_backward_grad_sync = True
+        self.use_side_stream_for_tensor_copies = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        with wrap_failures_told(self._board if init_sync else None):
-            delayed = list(delay_all_reduce_named_params or [])
-            self.parameters_to_ignore: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-            self.parameters_to_ignore |= {name for name, _ in delayed}
-            named = [(n, p) for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
-            setup.check_parameters(named, all_delayed=bool(delayed))
-            self._module_parameters = [p for _, p in named]
-            placement = setup.choose_placement(
-                self._module_parameters or [p for _, p in delayed], device_ids, output_device
-            )
-            self.device = placement.device
-            self.device_type = placement.device_type
-            self.is_multi_device_module = placement.is_multi_device
-            self.device_ids = placement.device_ids
-            self.output_device = placement.output_device
-            self.dim = dim
-            self.module = module
-
-            init_sync_buffers = self._choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
-            if check_reduction:
-                warnings.warn(
-                    "check_reduction is deprecated and does nothing: each window proves that all were reduced.",
-                    FutureWarning,
-                    stacklevel=2,
-                )
-            self.find_unused_parameters = find_unused_parameters
-            self.gradient_as_bucket_view = bool(gradient_as_bucket_view)
-            self._ownership = _OWNERSHIP[gradient_as_bucket_view]
-            self.batched_grad_copy = batched_grad_copy  # a bucket is always packed by one kernel here
-            self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
-            self.mixed_precision = mixed_precision
-            self.static_graph = False
-            self.require_backward_grad_sync = True
-            self.require_forward_param_sync = True
-            self.broadcast_bucket_size = _BROADCAST_CHUNK_BYTES
-            self.use_side_stream_for_tensor_copies = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
-            self.bucket_order = bucket_order
-            self._caps = BucketCaps.from_megabytes(bucket_cap_mb, bucket_cap_mb_list)
-            self.bucket_bytes_cap = self._caps.cap_bytes
-            self.bucket_bytes_cap_list = list(self._caps.per_bucket_bytes)
-            self.bucket_bytes_cap_default = self._caps.first_cap_bytes < self._caps.cap_bytes
-            self._assign_modules_buffers()
-
-            options = {
-                "find_unused_parameters": find_unused_parameters,
-                "static_graph": static_graph,
-                "gradient_as_bucket_view": gradient_as_bucket_view,
-                "forward_sync_buffers": self.forward_sync_buffers,
-                "bucket_cap_mb": bucket_cap_mb,
-                "bucket_cap_mb_list": None if bucket_cap_mb_list is None else list(bucket_cap_mb_list),
-                "bucket_order": bucket_order,
-                "overlap": overlap,
-                "check": check,
-                "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
-                "mixed_precision": mixed_precision,
-                "delay_all_reduce_named_params": [name for name, _ in delayed],
-                "ignored parameters and buffers": sorted(self.parameters_to_ignore),
-                "device_type": self.device_type,
-                "world_size": self.process_group.size(),
-            }
-            slots = setup.trainable_slots(module, self.parameters_to_ignore)
-            specs = setup.specs_of(slots, setup.sparse_parameter_names(module))
-            chosen_plan = setup.choose_plan(specs, self._caps, plan)
-            self._plan_was_given = plan is not None
-            self._wrap_up(slots, chosen_plan, options if init_sync else None, init_sync_buffers)
-        if delayed:
-            assert param_to_hook_all_reduce is not None
-            self._delay([name for name, _ in delayed], param_to_hook_all_reduce, init_sync)
+        self.logger = LoggingData()
+        self._peers = Peers(setup.choose_process_group(process_group, device_mesh), check)
+        with wrap_failures_told(self._peers.board if init_sync else None):
+            self._take_module(module)
+            slots, chosen = self._make_plan()
+            if init_sync:
+                self._make_ranks_equal(chosen)
+            self._build_parts(slots, chosen)
+        if options.delayed_names:
+            self._delay(init_sync)
         if static_graph:
             self._set_static_graph()
 
     # ---------------------------------------------------------------- construction
 
-    def _choose_buffer_sync(self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
-        """Settle when buffers are synchronised; returns whether they are when the model is wrapped."""
-        if broadcast_buffers is not None:
-            if forward_sync_buffers is not None:
-                warning = (
-                    "Both `broadcast_buffers` and `forward_sync_buffers` were specified. `broadcast_buffers` is "
-                    "deprecated and its value is ignored."
-                )
-            else:
-                warning = (
-                    "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead; note that "
-                    "`forward_sync_buffers=False` still makes buffers equal once, when the model is wrapped."
-                )
-            warnings.warn(warning, FutureWarning, stacklevel=3)
-        if forward_sync_buffers is not None:
-            self.forward_sync_buffers = forward_sync_buffers
-            return True
-        self.forward_sync_buffers = True if broadcast_buffers is None else broadcast_buffers
-        return self.forward_sync_buffers
-
-    def _wrap_up(
-        self,
-        slots: list[Slot],
-        plan: Plan,
-        options: dict[str, Any] | None,
-        init_sync_buffers: bool,
-    ) -> None:
-        """Agree with the other ranks, make the models equal, and build the engine.
-
-        ``options`` is None where nothing may be exchanged (init_sync=False, unpickling).
-        """
-        self._reject_cpu_sync_batch_norm()
-        if options is not None:
-            if self._board is not None:
-                timeout = float(os.environ.get("LOCKSTEP_AGREEMENT_TIMEOUT", "600"))
-                ignored = self.parameters_to_ignore - set(options["delay_all_reduce_named_params"])
-                mine = setup.describe(self.module, ignored, options, plan, with_buffers=init_sync_buffers)
-                agree_on_model(self._board, mine, timeout)
-            sync_module_states(
-                self.module,
-                self.process_group,
-                source=0,
-                ignored=self.parameters_to_ignore,
-                with_buffers=init_sync_buffers,
-                chunk_bytes=self.broadcast_bucket_size,
-                watch=self._watch,
-            )
-        self._build_engine(slots, plan)
-
-    def _build_engine(self, slots: list[Slot], plan: Plan) -> None:
-        rank = self.process_group.rank()
-        self._precision = (
-            MixedPrecisionParameters(self.mixed_precision, self.module) if self.mixed_precision is not None else None
+    def _take_module(self, module: nn.Module) -> None:
+        """Name its parameters, and see where it lives."""
+        options = self._options
+        delayed = list(options.delay_all_reduce_named_params or ())
+        self.parameters_to_ignore: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.parameters_to_ignore |= set(options.delayed_names)
+        named = [(n, p) for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
+        setup.check_parameters(named, all_delayed=bool(delayed))
+        self._module_parameters = [p for _, p in named]
+        self._placement = setup.choose_placement(
+            self._module_parameters or [p for _, p in delayed], options.device_ids, options.output_device
         )
-        self.timeline = Timeline(rank)
-        memory = GradMemory(self._ownership, self._precision.reduce_dtype if self._precision is not None else None)
-        transport = Transport(self.process_group, self._watch)
-        control = control_of(self.process_group)
-        if self.check == "collective" and control is not None:
-            transport.audit = CollectiveAudit(self.process_group, control, self._watch)
-        self_ref = weakref.ref(self)
+        self.module = module
 
-        def wants_sync() -> bool:
-            ddp = self_ref()
-            return ddp is not None and ddp._pass_synchronises()
+    def _make_plan(self) -> tuple[list[Slot], Plan]:
+        self._caps: BucketCaps = self._options.caps()
+        slots = setup.trainable_slots(self.module, self.parameters_to_ignore)
+        specs = setup.specs_of(slots, setup.sparse_parameter_names(self.module))
+        plan = setup.choose_plan(specs, self._caps, self._options.given_plan())
+        if self._placement.device_type == "cpu" and setup.has_sync_batch_norm(self.module):
+            throw(self.logger, ValueError, "SyncBatchNorm layers only work with GPU modules")
+        return slots, plan
 
-        def update_process_group(group: Any) -> None:
-            ddp = self_ref()
-            if ddp is not None:
-                ddp._update_process_group(group)
+    def _make_ranks_equal(self, plan: Plan) -> None:
+        """Compare models and options with the other ranks, then take rank 0's parameters."""
+        options, peers = self._options, self._peers
+        if peers.board is not None:
+            ignored = self.parameters_to_ignore - set(options.delayed_names)
+            compared = options.compared(self.parameters_to_ignore, self._placement.device_type, peers.world)
+            mine = setup.describe(self.module, ignored, compared, plan, with_buffers=options.syncs_buffers_at_wrap)
+            agree_on_model(peers.board, mine, settings.agreement_timeout())
+        sync_module_states(
+            self.module,
+            peers.group,
+            source=0,
+            ignored=self.parameters_to_ignore,
+            with_buffers=options.syncs_buffers_at_wrap,
+            chunk_bytes=_BROADCAST_CHUNK_BYTES,
+            watch=peers.watch,
+        )
 
+    def _build_parts(self, slots: list[Slot], plan: Plan) -> None:
+        options, module, peers, device = self._options, self.module, self._peers, self._placement.device
+        self._precision = LowPrecision(options.mixed_precision, module)
+        memory = GradMemory(options.ownership, self._precision.reduce_dtype)
+        me = weakref.ref(self)  # no part holds its owner, so that it goes when the last reference to it goes
         self.step = SyncStep(
-            Reducer(plan, slots, transport, memory, self.timeline),
-            lane_of(self.process_group),
-            control,
-            name="wrapper" if self._board is None else self._board.name,
-            wants_sync=wants_sync,
-            finds_unused=self.find_unused_parameters,
-            skips_unused_buckets=self.skip_all_reduce_unused_params,
-            check=self.check,
+            Reducer(plan, slots, peers.transport(), memory, Timeline(peers.rank)),
+            peers.lane,
+            peers.control,
+            name=peers.name,
+            wants_sync=lambda: (ddp := me()) is not None and ddp._pass_synchronises(),
+            finds_unused=options.find_unused_parameters,
+            skips_unused_buckets=options.skip_all_reduce_unused_params,
+            check=options.check,
         )
+        self._precision.serve(self.step)
+        note_engine_errors(self.logger, self.step)
         self._hooks = HookFeeder(self.step)
-        self.reducer = TorchReducer(self.step, self._hooks, self.logger, update_process_group)
-        log = self.logger
-        self.step.on_error = lambda error: log.set_error_and_log(f"{type(error)}: {error}")
-        if self._precision is not None:
-            self.step.before_hand_out = self._precision.restore
-            self.step.after_pass = self._precision.restore
-        self._graphs: list[Any] = []  # what was compiled of this model, for lockstep.explain
         self._dist_autograd = DistAutogradFeeder(self.step)
-        self._init_compilation()
-        self._frozen = [p for p in self._module_parameters if not p.requires_grad]
-        self._num_forwards = 0
-        self._registrations_seen = -1  # so that the first forward looks
-        self._num_plans = 0
-        self._has_rebuilt_buckets = False
+        self._finalization = ManualFinalization(self.step, low_precision=options.mixed_precision is not None)
+        self.reducer: Any = TorchReducer(self.step, self._hooks, self.logger, self._finalization, _group_updater(me))
+        self._log = Logbook(self.logger, self.step, peers, module, self._placement, options, self._caps)
+        self._keeper = PlanKeeper(
+            module,
+            self._module_parameters,
+            self.parameters_to_ignore,
+            device,
+            self.step,
+            self._hooks,
+            peers,
+            self._log,
+            caps=self._caps,
+            order=options.bucket_order,
+        )
+        self._buffer_sync = BufferSync(
+            module,
+            self.parameters_to_ignore,
+            self.step,
+            peers,
+            chunk_bytes=_BROADCAST_CHUNK_BYTES,
+            syncs_in_forward=options.syncs_buffers_in_forward,
+        )
+        self._uneven = UnevenInputs(
+            module,
+            self.parameters_to_ignore,
+            device,
+            self.step,
+            peers,
+            self._keeper,
+            self._buffer_sync,
+            self.logger,
+        )
+        self._compilation = Compilation(
+            module,
+            device,
+            self.step,
+            self._keeper,
+            peers,
+            self._uneven,
+            overlap=options.overlap,
+            caps=self._caps,
+            plan_is_given=options.plan is not None,
+            sizes_are_open=self._caps == BucketCaps() and options.plan is None and options.bucket_order == "declared",
+        )
+        # What a compiler sees of a forward, as a function of this wrapper alone: compilers keep their graphs by code
+        # object, so a shared one would hand this wrapper another one's graphs, and run out of room for them.
+        self._region = torch_private.own_code(type(self)._run_ddp_forward)
+        self._delayed: DelayedReduction | None = None
         self._lazy_init_ran = False
         self._ddp_sink_clone = True
-        self._join_decided_sync = True
-        self._join_decision_used = False
-        self._divide_by_initial_world_size = True
-        self._delayed: DelayedReduction | None = None
         step_guard.watch(self.step)
         # The hooks on the parameters must not outlive the wrapper.
         weakref.finalize(self, self._hooks.detach)
-        self._log_construction()
+        self._log.note_plan()
 
-    def _delay(self, names: list[str], trigger: nn.Parameter, init_sync: bool) -> None:
-        """Give the delayed parameters a reducer of their own, which the trigger fires."""
-        self._delay_request = (names, trigger)
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        delayed = [(name, parameters[name]) for name in names]
-        owners = {id(p): type(m).__name__ for m in self.module.modules() for p in m.parameters(recurse=False)}
-        slots = [Slot(n, p, owners.get(id(p), ""), i) for i, (n, p) in enumerate(delayed)]
-        plan = setup.choose_plan(setup.specs_of(slots, set()), self._caps, None)
+    def _delay(self, init_sync: bool) -> None:
+        """Give the delayed parameters a reducer of their own."""
+        names, trigger = self._options.delayed_names, self._options.param_to_hook_all_reduce
+        assert trigger is not None
         if init_sync:
-            broadcast_tensors([p for _, p in delayed], self.process_group, 0, self.broadcast_bucket_size, self._watch)
-        reducer = Reducer(
-            plan,
-            slots,
+            make_delayed_equal(self.module, names, self._peers, _BROADCAST_CHUNK_BYTES)
+        self._delayed = delayed_reduction(
+            self.module,
+            names,
+            trigger,
             self.step.reducer.transport,
-            GradMemory(self._ownership),
-            Timeline(self.process_group.rank(), num_steps=1),
+            ownership=self._options.ownership,
+            caps=self._caps,
         )
-        self._delayed = DelayedReduction(reducer, trigger)
         weakref.finalize(self, self._delayed.detach)
 
-    def _reject_cpu_sync_batch_norm(self) -> None:
-        if self.device_type == "cpu" and self._has_sync_batch_norm():
-            self._log_and_throw(ValueError, "SyncBatchNorm layers only work with GPU modules")
-
-    def _has_sync_batch_norm(self) -> bool:
-        return any(isinstance(m, nn.SyncBatchNorm) for m in self.module.modules())
-
-    def _resume(self, saved_plan: str) -> None:
-        """After unpickling: the same layout, the default group, and a fresh engine."""
-        self.logger = LoggingData()
-        slots = setup.trainable_slots(self.module, self.parameters_to_ignore)
-        specs = setup.specs_of(slots, setup.sparse_parameter_names(self.module))
-        was_static, self.static_graph = self.static_graph, False
-        self._plan_was_given = True
-        self._reopen_board("copies")
-        self._wrap_up(slots, setup.choose_plan(specs, self._caps, saved_plan), None, False)
-        if self._delay_request is not None:
-            self._delay(*self._delay_request, init_sync=False)
-        if was_static:
-            self._set_static_graph()
-
-    def _reopen_board(self, kind: str = "wrappers") -> None:
-        """Where the ranks of this group meet outside of collectives.
-
-        Wrappers are counted, so that the n-th of one rank meets the n-th of another; copies are counted apart, since
-        a program may make them on one rank only.
-        """
-        self._board = open_board(self.process_group, kind)
-        self._watch = Watch(self._board, self.process_group.rank())
-
-    def _use_group(self) -> None:
-        """Go on with another process group: all parts learn of it."""
-        transport = Transport(self.process_group, self._watch)
+    def _set_static_graph(self) -> None:
+        """Promise that every step uses the same parameters, as often as the first one does."""
         step = self.step
-        step.reducer.use_transport(transport)
-        step.control = control_of(self.process_group)
-        step.lane.leave(step)
-        step.lane = lane_of(self.process_group)
-        step.lane.enter(step)
-        step.name = "wrapper" if self._board is None else self._board.name
-        # Members of the new group may come from groups that have reduced more or less often.
-        step.num_windows = step.num_updates = step.num_resets = 0
-        if self._delayed is not None:
-            self._delayed.use_transport(transport)
+        if step.static_graph:
+            warnings.warn("static_graph is already set; there is no need to set it again.", stacklevel=2)
+            return
+        if step.num_windows or step.state.value != "idle":
+            throw(
+                self.logger,
+                RuntimeError,
+                "_set_static_graph should be called before training loop starts, that is before the first backward.",
+            )
+        step.static_graph = True
+        self.logger.values["static_graph"] = 1
+        if step.finds_unused:
+            warnings.warn(
+                "find_unused_parameters=True is not needed with static_graph=True: the first iteration shows which "
+                "parameters are unused. Make sure that this set does not change during training.",
+                stacklevel=2,
+            )
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Go on with another group (a changed world); the window in progress is forgotten."""
+        self.step.reset()
+        self._keeper.is_confirmed = False
+        if not torch_private.rank_not_in_group(new_process_group):
+            self._peers.move(new_process_group, self.step)
+            if self._delayed is not None:
+                self._delayed.use_transport(self.step.reducer.transport)
+
+    # ---------------------------------------------------------------- what there is to see
+
+    @property
+    def plan(self) -> Plan:
+        """What travels together: print it, or save ``plan.to_json()`` with a checkpoint."""
+        return self._keeper.plan
+
+    def metrics(self) -> dict[str, float]:
+        """Return the last step that synchronised as a flat dict of numbers, for any logger; see docs/observing.md."""
+        reducer = self.step.reducer
+        steps = reducer.timeline.steps
+        in_graph = sum(bucket.left_in_graph for bucket in reducer.buckets)
+        return metrics_of(steps[-1] if steps else None, reducer.plan, in_graph)
+
+    def explain_compilation(self) -> Explanation:
+        """See :func:`lockstep.explain`."""
+        return self._compilation.explain()
 
     # ---------------------------------------------------------------- when gradients are synchronised
 
@@ -394,15 +382,50 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
             self.require_backward_grad_sync = before
 
     def _pass_synchronises(self) -> bool:
-        if self._join_config.enable:
-            return self._consume_join_decision()
-        return self.require_backward_grad_sync
+        return self._uneven.consume_decision() if self._uneven.is_on else self.require_backward_grad_sync
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Train with uneven inputs: ranks that run out of data mirror the others' collectives until all are done."""
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
 
     def reset_sync_window(self) -> None:
         """Forget the reduction that is under way, on all ranks, after an error in a backward that was caught."""
         self.step.reset_together()
-        if self._precision is not None:
-            self._precision.restore()
+        self._precision.restore()
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Whether a backward that synchronises ends with a call of :meth:`finalize_backward`, instead of by itself.
+
+        Set it before a forward, or after the backward was finalised.
+        """
+        return self._finalization.required
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        self._finalization.require(required)
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether :meth:`finalize_backward` must wait until the coming backward has returned.
+
+        Otherwise a hook in the backward may call it too, once the gradients of all parameters are there.
+        """
+        return self._finalization.only_after_backward
+
+    def finalize_backward(self) -> None:
+        """Wait for the reductions under way and write ``.grad``; once per backward that synchronises."""
+        self._finalization.finalize()
 
     # ---------------------------------------------------------------- forward
 
@@ -410,8 +433,10 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
     # forward does before and after the module (buffers, join, logging) is not for a graph.
     @torch_private.leave_frame_to_python
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if not self._asked_about_compiling and torch.is_grad_enabled() and not self._join_config.enable:
-            self._measure_before_compiling(torch_private.compiler_is_watching())
+        if torch.compiler.is_exporting():
+            raise RuntimeError("torch.export cannot export a data-parallel wrapper; export lockstep.unwrap(model).")
+        if not self._compilation.has_asked and torch.is_grad_enabled() and not self._uneven.is_on:
+            self._compilation.measure_before(torch_private.compiler_is_watching())
         with torch_private.RecordFunction("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             before = DistributedDataParallel._active_ddp_module
@@ -420,8 +445,7 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
             try:
                 output = self._region(self, *inputs, **kwargs)
             except BaseException:
-                if self._precision is not None:
-                    self._precision.restore()  # whoever catches it may save a checkpoint
+                self._precision.restore()  # whoever catches it may save a checkpoint
                 raise
             finally:
                 DistributedDataParallel._active_ddp_module = before
@@ -442,61 +466,52 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
             if self._delayed is not None:
                 self._delayed.begin()
             if not torch_private.in_backward():
-                self._follow_module()
+                self._keeper.follow_module()
             self._dist_autograd.attach_in_context()
-        self._notify_join()
+        self._uneven.notify()
         if torch.is_grad_enabled():
-            self._confirm_plan()
-        if self._check_sync_bufs_pre_fwd():
+            self._keeper.confirm()
+        if self._buffer_sync.will_sync_before:
             self._sync_buffers()
-        if self._join_config.enable:
-            self._join_decided_sync = self.ask_whether_to_sync(has_joined=False)
-            self._join_decision_used = False
-        if self.device_ids:
-            device = torch.device(self.device_type, self.device_ids[0])
+        self._uneven.decide(self.require_backward_grad_sync)
+        if self._placement.device_ids:
+            device = torch.device(self._placement.device_type, self._placement.device_ids[0])
             moved, moved_kwargs = torch_private.inputs_to_device(
                 inputs, kwargs, device, self.use_side_stream_for_tensor_copies
             )
             inputs, kwargs = moved[0], moved_kwargs[0]
-        if self._precision is not None:
-            if self._precision.config.param_dtype is not None:
-                inputs, kwargs = torch_private.cast_forward_inputs(
-                    self._precision.config.param_dtype, *inputs, **kwargs
-                )
-            self._precision.lower()
-        return inputs, kwargs
+        return self._precision.begin_forward(inputs, kwargs)
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         # Read here so that the compiler guards on it: graphs are made for a plan and a strategy.
-        if self._graph_key == self.overlap:
+        if self._keeper.generation == self._compilation.overlap:
             return None  # never
         return self.module(*inputs, **kwargs)
 
     @torch.compiler.disable
     def _post_forward(self, output: Any) -> Any:
-        if self._check_sync_bufs_post_fwd():
+        if self._buffer_sync.will_sync_after:
             self._sync_buffers()
         if torch.is_grad_enabled():
-            self.require_forward_param_sync = self.require_backward_grad_sync
+            self._buffer_sync.is_due = self.require_backward_grad_sync
             self._hooks.watch_outputs(output)
         else:
-            self.require_forward_param_sync = False
-            if self._precision is not None:
-                self._precision.restore()
-        self.timeline.record("forward", self._forward_start, now())
+            self._buffer_sync.is_due = False
+            self._precision.restore()
+        self.step.reducer.timeline.record("forward", self._forward_start, now())
         return output
 
     def _lazy_init(self) -> None:
-        """What can only be known just before the first forward."""
+        """Do what can only be done just before the first forward."""
         take_over_optimizers(self.step, self._module_parameters)
         self._lazy_init_ran = True
 
     def _begin_iteration(self) -> None:
-        """A new window may open: the one before must be finished, and its timings are logged."""
+        """Check that the window before is finished, and log it: a new one may open."""
+        self._finalization.require_finalized()
         self.step.require_finished()
-        self._check_compilation()
-        if self.logger.begin_iteration() and self.timeline.steps:
-            self.logger.sample(self.timeline.steps[-1], self._runtime_facts())
+        self._compilation.check()
+        self._log.begin_iteration()
 
     # ---------------------------------------------------------------- communication hooks
 
@@ -506,14 +521,95 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
         The hook is called when a bucket is complete and returns a future that holds the reduced buffer.  It divides by
         the world size itself if it wants a mean.
         """
-        self._check_comm_hook(hook)
+        check_comm_hook(hook, self.logger)
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
         self.step.reducer.set_comm_hook(state, hook, name)
         self.logger.values["comm_hook"] = name
 
+    # ---------------------------------------------------------------- as a module
+
+    @contextmanager
+    @torch.compiler.disable(recursive=False)
+    def _inside_ddp_forward(self) -> Iterator[None]:
+        """Be the wrapper that is running, for compilers."""
+        before, before_torch = DistributedDataParallel._active_ddp_module, torch_private.TorchDDP._active_ddp_module
+        DistributedDataParallel._active_ddp_module = torch_private.TorchDDP._active_ddp_module = self
+        try:
+            yield
+        finally:
+            DistributedDataParallel._active_ddp_module = before
+            torch_private.TorchDDP._active_ddp_module = before_torch
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """What ``.to()``, ``.cuda()``, ``.half()`` come down to; it may replace parameters."""
+        self._keeper.look_again()
+        return super()._apply(*args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        rename_keys(state_dict, prefix, set(self.module.state_dict(prefix=f"{prefix}module.")))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    # ---------------------------------------------------------------- copies
+
+    def _check_default_group(self) -> None:
+        try:
+            is_default = self._peers.group == torch_private.default_group()
+        except (RuntimeError, ValueError):
+            is_default = False
+        if not is_default:
+            throw(
+                self.logger,
+                RuntimeError,
+                "DDP Pickling/Unpickling are only supported when using DDP with the default process group.",
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_default_group()
+        state = copy.copy(self.__dict__)
+        for live in _LIVE:
+            state.pop(live, None)
+        state["_options"] = replace(
+            self._options,
+            process_group=None,
+            device_mesh=None,
+            plan=self.plan.to_json(),
+            overlap=self._compilation.overlap,
+            find_unused_parameters=self.step.finds_unused,
+            static_graph=self.step.static_graph,
+            broadcast_buffers=None,
+            forward_sync_buffers=self._buffer_sync.syncs_in_forward,
+            check_reduction=False,
+        )
+        state["_saved"] = (self._buffer_sync.hook, self._buffer_sync.is_due, self.step.ends_by_hand)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Go on with the same layout, the default group, and fresh parts."""
+        hook, is_due, ends_by_hand = state.pop("_saved")
+        nn.Module.__setstate__(self, state)
+        options = self._options
+        self.logger = LoggingData()
+        self._peers = Peers(torch_private.default_group(), options.check, "copies")
+        self._build_parts(*self._make_plan())
+        self._buffer_sync.hook, self._buffer_sync.is_due = hook, is_due
+        self.step.ends_by_hand = ends_by_hand
+        if options.delayed_names:
+            self._delay(init_sync=False)
+        if options.static_graph:
+            self._set_static_graph()
+
 
 # isinstance(model, torch.nn.parallel.DistributedDataParallel) is how libraries ask "is this wrapped?".
 nn.parallel.DistributedDataParallel.register(DistributedDataParallel)  # type: ignore[attr-defined]
+
+
+def _group_updater(reference: weakref.ref[DistributedDataParallel]) -> Callable[[Any], None]:
+    def update(group: Any) -> None:
+        ddp = reference()
+        if ddp is not None:
+            ddp._update_process_group(group)
+
+    return update
 
 
 def _overlap_compiler(
@@ -521,7 +617,7 @@ def _overlap_compiler(
 ) -> OverlapCompiler | None:
     """For the wrapper that runs, if it is ours: see graph/backend.py."""
     ddp = DistributedDataParallel._active_ddp_module
-    return ddp._overlap_compiler(backend_compile_fn) if isinstance(ddp, DistributedDataParallel) else None
+    return ddp._compilation.compiler_for(backend_compile_fn) if isinstance(ddp, DistributedDataParallel) else None
 
 
 torch_private.stand_in_for_ddp_optimizer(_overlap_compiler)

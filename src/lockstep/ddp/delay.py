@@ -1,0 +1,42 @@
+"""``delay_all_reduce_named_params``: a reducer of its own for the parameters whose reduction waits for a trigger."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from lockstep.ddp import setup
+from lockstep.ddp.peers import Peers
+from lockstep.engine.bucket import Slot
+from lockstep.engine.delayed import DelayedReduction
+from lockstep.engine.grad_memory import GradMemory, GradOwnership
+from lockstep.engine.module_state import broadcast_tensors
+from lockstep.engine.reducer import Reducer
+from lockstep.engine.transport import Transport
+from lockstep.observe.timeline import Timeline
+from lockstep.plan import BucketCaps
+
+
+def delayed_reduction(
+    module: nn.Module,
+    names: Sequence[str],
+    trigger: nn.Parameter,
+    transport: Transport,
+    *,
+    ownership: GradOwnership,
+    caps: BucketCaps,
+) -> DelayedReduction:
+    """Plan the delayed parameters by themselves; the trigger fires their reduction."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    owners = {id(p): type(m).__name__ for m in module.modules() for p in m.parameters(recurse=False)}
+    slots = [Slot(n, parameters[n], owners.get(id(parameters[n]), ""), i) for i, n in enumerate(names)]
+    plan = setup.choose_plan(setup.specs_of(slots, set()), caps, None)
+    timeline = Timeline(transport.rank, num_steps=1)
+    return DelayedReduction(Reducer(plan, slots, transport, GradMemory(ownership), timeline), trigger)
+
+
+def make_delayed_equal(module: nn.Module, names: Sequence[str], peers: Peers, chunk_bytes: int) -> None:
+    """Give every rank the delayed parameters of rank 0."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    broadcast_tensors([parameters[name] for name in names], peers.group, 0, chunk_bytes, peers.watch)

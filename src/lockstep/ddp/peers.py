@@ -1,0 +1,71 @@
+"""The other ranks: the process group, and the board and watch by which its ranks meet outside of collectives."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from lockstep.agree.board import open_board
+from lockstep.agree.control import ControlPlane, control_of
+from lockstep.agree.watch import Watch
+from lockstep.engine.audit import CollectiveAudit
+from lockstep.engine.lane import Lane, lane_of
+from lockstep.engine.step import Check, SyncStep
+from lockstep.engine.transport import Transport
+
+
+class Peers:
+    """The group that one wrapper reduces over; it may be exchanged for another.
+
+    Wrappers are counted, so that the n-th of one rank meets the n-th of another; copies (``kind="copies"``) are counted
+    apart, since a program may make them on one rank only.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, check: Check, kind: str = "wrappers") -> None:
+        self._check = check
+        self._meet(group, kind)
+
+    def _meet(self, group: dist.ProcessGroup, kind: str) -> None:
+        self.group = group
+        self.board = open_board(group, kind)
+        self.watch = Watch(self.board, group.rank())
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    @property
+    def world(self) -> int:
+        return self.group.size()
+
+    @property
+    def name(self) -> str:
+        """How ranks call the wrapper when they compare."""
+        return "wrapper" if self.board is None else self.board.name
+
+    @property
+    def control(self) -> ControlPlane | None:
+        return control_of(self.group)
+
+    @property
+    def lane(self) -> Lane:
+        return lane_of(self.group)
+
+    def transport(self) -> Transport:
+        """Make the engine's view of the group."""
+        transport = Transport(self.group, self.watch)
+        control = self.control
+        if self._check == "collective" and control is not None:
+            transport.audit = CollectiveAudit(self.group, control, self.watch)
+        return transport
+
+    def move(self, group: dist.ProcessGroup, step: SyncStep) -> None:
+        """Go on with another group, and take ``step`` along."""
+        self._meet(group, "wrappers")
+        step.reducer.use_transport(self.transport())
+        step.control = self.control
+        step.lane.leave(step)
+        step.lane = self.lane
+        step.lane.enter(step)
+        step.name = self.name
+        # Members of the new group may come from groups that have reduced more or less often.
+        step.num_windows = step.num_updates = step.num_resets = 0
