@@ -32,7 +32,7 @@ def compile(model: Any, *, overlap: Overlap | None = None, verbose: bool = False
     for wrapper in wrappers:
         if overlap is not None:
             wrapper.overlap = overlap
-        wrapper._compilation.explains_when_settled = verbose
+        wrapper._parts.compilation.explains_when_settled = verbose
     return torch.compile(model, **options)
 
 

@@ -104,9 +104,8 @@ class Compilation:
             any(map(torch_private.is_compiled, self._module.modules())) and not torch_private.compiler_is_off()
         )
         if not mine or self.overlap == "none":
-            self._peers.board.post(
-                f"{_INTENTION}/{self._peers.board.rank}", "no"
-            )  # for those who ask; an eager rank never waits
+            # For those who ask; an eager rank never waits.
+            self._peers.board.post(f"{_INTENTION}/{self._peers.rank}", "no")
             return
         if not self._sizes_are_open:
             answer = "yes"
@@ -180,7 +179,7 @@ class Compilation:
     def _settle_plan(
         self, gm: fx.GraphModule, slots: dict[int, Slot], split_groups: Sequence[Sequence[str]] | None
     ) -> None:
-        """Take the plan that suits this graph, before the first backward; ``split_groups`` are the buckets it is cut by."""
+        """Take the plan that suits this graph, which is cut by ``split_groups``, before the first backward."""
         if self._plan_is_given or self._step.num_windows or self._step.state is not State.IDLE:
             return
         if not self._all_compile or self._uneven.is_on:

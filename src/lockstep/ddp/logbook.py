@@ -1,4 +1,4 @@
-"""What the wrapper writes into the data behind ``_get_ddp_logging_data()``: how it was made, and samples of its steps."""
+"""What the wrapper writes into ``_get_ddp_logging_data()``: how it was made, and samples of its steps."""
 
 from __future__ import annotations
 

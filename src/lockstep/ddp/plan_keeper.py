@@ -18,7 +18,7 @@ from lockstep.engine.bucket import Slot
 from lockstep.engine.feeders.hooks import HookFeeder
 from lockstep.engine.step import SyncStep
 from lockstep.graph.joint import GraphRecord
-from lockstep.plan import BucketCaps, Plan
+from lockstep.plan import Plan
 
 logger = logging.getLogger("lockstep")
 
@@ -28,27 +28,23 @@ class PlanKeeper:
 
     def __init__(
         self,
-        module: nn.Module,
-        parameters: list[nn.Parameter],
-        ignored: set[str],
-        device: torch.device,
+        wrapped: setup.Wrapped,
         step: SyncStep,
         hooks: HookFeeder,
         peers: Peers,
         log: Logbook,
         *,
-        caps: BucketCaps,
         order: BucketOrder,
     ) -> None:
-        self._module = module
-        self._parameters = parameters
-        self._ignored = ignored
-        self._device = device
+        self._module = wrapped.module
+        self._parameters = wrapped.parameters
+        self._ignored = wrapped.ignored
+        self._device = wrapped.placement.device
+        self._caps = wrapped.caps
         self._step = step
         self._hooks = hooks
         self._peers = peers
         self._log = log
-        self._caps = caps
         self._order = order
         self.is_confirmed = False
         # Graphs are made for a plan; they are not used again when it has changed.

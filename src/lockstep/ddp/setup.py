@@ -18,6 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from lockstep import torch_private
 from lockstep.agree.model import ModelDescription, TensorDescription
+from lockstep.ddp.options import Options
 from lockstep.engine.bucket import Slot, is_dense, local_tensor
 from lockstep.plan import BucketCaps, ParameterSpec, Plan, build_plan
 from lockstep.version import __version__
@@ -34,11 +35,41 @@ class Placement:
     output_device: int | None
 
 
+@dataclass(frozen=True)
+class Wrapped:
+    """A module, and what is known of it when it is wrapped."""
+
+    module: nn.Module
+    ignored: set[str]  # names of parameters and buffers that stay local
+    parameters: list[nn.Parameter]
+    placement: Placement
+    caps: BucketCaps
+    slots: list[Slot]
+    plan: Plan
+
+
+def take_module(module: nn.Module, options: Options) -> Wrapped:
+    """Name the parameters of a module, see where it lives, and plan."""
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ())) | set(options.delayed_names)
+    named = [(n, p) for n, p in module.named_parameters() if n not in ignored]
+    check_parameters(named, all_delayed=bool(options.delayed_names))
+    parameters = [p for _, p in named]
+    placement = choose_placement(
+        parameters or [p for _, p in options.delay_all_reduce_named_params or ()],
+        options.device_ids,
+        options.output_device,
+    )
+    caps = options.caps()
+    slots = trainable_slots(module, ignored)
+    plan = choose_plan(specs_of(slots, sparse_parameter_names(module)), caps, options.given_plan())
+    return Wrapped(module, ignored, parameters, placement, caps, slots, plan)
+
+
 # ---------------------------------------------------------------- process group
 
 
 def choose_process_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
-    """Choose what to reduce over.  DTensor (tensor-parallel) parameters need no preparation: their local parts travel."""
+    """Choose what to reduce over.  Tensor-parallel parameters need no preparation: their local parts travel."""
     if device_mesh is not None:
         return device_mesh.get_group(mesh_dim=0)
     return process_group if process_group is not None else torch_private.default_group()

@@ -6,6 +6,7 @@ Scripts, trainers and torch's own algorithms call these; most begin with an unde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,28 +21,22 @@ from lockstep.ddp.logbook import throw
 
 if TYPE_CHECKING:
     from lockstep.ddp import DistributedDataParallel
-    from lockstep.ddp.buffers import BufferSync
-    from lockstep.ddp.compilation import Compilation
-    from lockstep.ddp.finalization import ManualFinalization
-    from lockstep.ddp.logbook import Logbook
     from lockstep.ddp.options import Options
+    from lockstep.ddp.parts import Parts
     from lockstep.ddp.peers import Peers
-    from lockstep.ddp.plan_keeper import PlanKeeper
-    from lockstep.ddp.setup import Placement
-    from lockstep.ddp.uneven import UnevenInputs
-    from lockstep.engine.feeders.hooks import HookFeeder
-    from lockstep.engine.step import SyncStep
+    from lockstep.ddp.setup import Wrapped
     from lockstep.observe.logging_data import LoggingData
 
 
-def _alias(part: str, name: str) -> Any:
-    """Make a property that is ``self.<part>.<name>``, for reading and writing."""
+def _alias(path: str) -> Any:
+    """Make a property that is ``self.<path>``, for reading and writing."""
+    *owner, name = path.split(".")
 
     def read(self: Any) -> Any:
-        return getattr(getattr(self, part), name)
+        return getattr(reduce(getattr, owner, self), name)
 
     def write(self: Any, value: Any) -> None:
-        setattr(getattr(self, part), name, value)
+        setattr(reduce(getattr, owner, self), name, value)
 
     return property(read, write)
 
@@ -50,43 +45,40 @@ class TorchNames:
     """Aliases, mixed into the wrapper: nothing happens here."""
 
     module: Any
-    step: SyncStep
     logger: LoggingData
-    parameters_to_ignore: set[str]
+    use_side_stream_for_tensor_copies: bool
     _options: Options
     _peers: Peers
-    _placement: Placement
-    _hooks: HookFeeder
-    _log: Logbook
-    _keeper: PlanKeeper
-    _buffer_sync: BufferSync
-    _uneven: UnevenInputs
-    _compilation: Compilation
-    _finalization: ManualFinalization
+    _wrapped: Wrapped
+    _parts: Parts
+
+    step = _alias("_parts.step")
+    reducer = _alias("_parts.reducer")
+    timeline = _alias("_parts.step.reducer.timeline")
 
     # ---------------------------------------------------------------- as the wrapper was made
 
-    process_group = _alias("_peers", "group")
-    device = _alias("_placement", "device")
-    device_type = _alias("_placement", "device_type")
-    device_ids = _alias("_placement", "device_ids")
-    output_device = _alias("_placement", "output_device")
-    is_multi_device_module = _alias("_placement", "is_multi_device")
-    dim = _alias("_options", "dim")
-    check = _alias("_options", "check")
-    bucket_order = _alias("_options", "bucket_order")
-    mixed_precision = _alias("_options", "mixed_precision")
-    batched_grad_copy = _alias("_options", "batched_grad_copy")  # a bucket is always packed by one kernel here
-    lazy_bucket_allocation = _alias("_options", "lazy_bucket_allocation")
-    skip_all_reduce_unused_params = _alias("step", "skips_unused_buckets")
-    find_unused_parameters = _alias("step", "finds_unused")
-    static_graph = _alias("step", "static_graph")
-    timeline = _alias("_reduction", "timeline")
-    overlap = _alias("_compilation", "overlap")
-    bucket_bytes_cap = _alias("_caps", "cap_bytes")
-    broadcast_bucket_size = _alias("_buffer_sync", "chunk_bytes")
-    _graphs = _alias("_keeper", "graphs")
-    _has_rebuilt_buckets = _alias("_keeper", "is_confirmed")
+    parameters_to_ignore = _alias("_wrapped.ignored")
+    process_group = _alias("_peers.group")
+    device = _alias("_wrapped.placement.device")
+    device_type = _alias("_wrapped.placement.device_type")
+    device_ids = _alias("_wrapped.placement.device_ids")
+    output_device = _alias("_wrapped.placement.output_device")
+    is_multi_device_module = _alias("_wrapped.placement.is_multi_device")
+    dim = _alias("_options.dim")
+    check = _alias("_options.check")
+    bucket_order = _alias("_options.bucket_order")
+    mixed_precision = _alias("_options.mixed_precision")
+    batched_grad_copy = _alias("_options.batched_grad_copy")  # a bucket is always packed by one kernel here
+    lazy_bucket_allocation = _alias("_options.lazy_bucket_allocation")
+    skip_all_reduce_unused_params = _alias("_parts.step.skips_unused_buckets")
+    find_unused_parameters = _alias("_parts.step.finds_unused")
+    static_graph = _alias("_parts.step.static_graph")
+    overlap = _alias("_parts.compilation.overlap")
+    bucket_bytes_cap = _alias("_wrapped.caps.cap_bytes")
+    broadcast_bucket_size = _alias("_parts.buffers.chunk_bytes")
+    _graphs = _alias("_parts.keeper.graphs")
+    _has_rebuilt_buckets = _alias("_parts.keeper.is_confirmed")
 
     @property
     def gradient_as_bucket_view(self) -> bool:
@@ -94,19 +86,15 @@ class TorchNames:
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
-        return list(self._caps.per_bucket_bytes)  # type: ignore[attr-defined]
+        return list(self._wrapped.caps.per_bucket_bytes)
 
     @property
     def bucket_bytes_cap_default(self) -> bool:
-        return self._caps.first_cap_bytes < self._caps.cap_bytes  # type: ignore[attr-defined]
+        return self._wrapped.caps.first_cap_bytes < self._wrapped.caps.cap_bytes
 
     @property
     def _distributed_rank(self) -> int:
         return dist.get_rank(self._peers.group)
-
-    @property
-    def _reduction(self) -> Any:
-        return self.step.reducer
 
     # ---------------------------------------------------------------- inputs and outputs
 
@@ -114,8 +102,8 @@ class TorchNames:
         return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: Any) -> Any:
-        device = torch.device(self._placement.device_type, device_id)
-        return torch_private.inputs_to_device(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)  # type: ignore[attr-defined]
+        device = torch.device(self._wrapped.placement.device_type, device_id)
+        return torch_private.inputs_to_device(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         return gather(outputs, output_device, dim=self.dim)
@@ -126,17 +114,17 @@ class TorchNames:
 
     # ---------------------------------------------------------------- buffers
 
-    forward_sync_buffers = broadcast_buffers = _alias("_buffer_sync", "syncs_in_forward")
-    require_forward_param_sync = _alias("_buffer_sync", "is_due")
-    buffer_hook = _alias("_buffer_sync", "hook")
-    named_module_buffers = _alias("_buffer_sync", "named")
+    forward_sync_buffers = broadcast_buffers = _alias("_parts.buffers.syncs_in_forward")
+    require_forward_param_sync = _alias("_parts.buffers.is_due")
+    buffer_hook = _alias("_parts.buffers.hook")
+    named_module_buffers = _alias("_parts.buffers.named")
 
     @property
     def modules_buffers(self) -> list[Tensor]:
-        return self._buffer_sync.all
+        return self._parts.buffers.all
 
     def will_sync_module_buffers(self) -> bool:
-        return self._buffer_sync.will_sync
+        return self._parts.buffers.will_sync
 
     def _register_buffer_comm_hook(
         self,
@@ -148,63 +136,63 @@ class TorchNames:
 
         Futures it returns are waited for at the end of the backward.
         """
-        self._buffer_sync.use_hook(state, hook, comm_hook_location)
+        self._parts.buffers.use_hook(state, hook, comm_hook_location)
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
-        return self._buffer_sync.will_sync_before
+        return self._parts.buffers.will_sync_before
 
     def _check_sync_bufs_post_fwd(self) -> bool:
-        return self._buffer_sync.will_sync_after
+        return self._parts.buffers.will_sync_after
 
     def _assign_modules_buffers(self) -> None:
-        self._buffer_sync.find()
+        self._parts.buffers.find()
 
     def _sync_buffers(self) -> None:
-        self._buffer_sync.sync(self._uneven.buffer_source())
+        self._parts.buffers.sync(self._parts.uneven.buffer_source())
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        self._buffer_sync.exchange(authoritative_rank)
+        self._parts.buffers.exchange(authoritative_rank)
 
     def _default_broadcast_coalesced(
         self, bufs: Any = None, bucket_size: int | None = None, authoritative_rank: int = 0
     ) -> None:
-        self._buffer_sync.broadcast(bufs, bucket_size, authoritative_rank)
+        self._parts.buffers.broadcast(bufs, bucket_size, authoritative_rank)
 
     def _distributed_broadcast_coalesced(self, tensors: Any, buffer_size: int, authoritative_rank: int = 0) -> None:
-        self._buffer_sync.broadcast(tensors, buffer_size, authoritative_rank)
+        self._parts.buffers.broadcast(tensors, buffer_size, authoritative_rank)
 
     # ---------------------------------------------------------------- join
 
-    _join_config = _alias("_uneven", "_join_config")
-    _authoritative_rank = _alias("_uneven", "authoritative_rank")
-    _divide_by_initial_world_size = _alias("_uneven", "_divide_by_initial_world_size")
+    _join_config = _alias("_parts.uneven._join_config")
+    _authoritative_rank = _alias("_parts.uneven.authoritative_rank")
+    _divide_by_initial_world_size = _alias("_parts.uneven._divide_by_initial_world_size")
 
     def join_hook(self, **kwargs: Any) -> Any:
-        return self._uneven.join_hook(**kwargs)
+        return self._parts.uneven.join_hook(**kwargs)
 
     @property
     def join_device(self) -> torch.device:
-        return self._uneven.join_device
+        return self._parts.uneven.join_device
 
     @property
     def join_process_group(self) -> Any:
-        return self._uneven.join_process_group
+        return self._parts.uneven.join_process_group
 
     def _find_common_rank(self, input_rank: int, rank_cond: bool) -> int:
-        return self._uneven.find_common_rank(input_rank, rank_cond)
+        return self._parts.uneven.find_common_rank(input_rank, rank_cond)
 
     # ---------------------------------------------------------------- the end of a backward by hand
 
     @property
     def _require_manual_backward_finalization(self) -> bool:
-        return self._finalization.required
+        return self._parts.finalization.required
 
     @property
     def _delay_all_reduce_all_params(self) -> bool:
         return not self.step.reducer.slots
 
     def _check_manual_backward_finalization_supported(self) -> None:
-        self._finalization.require_supported()
+        self._parts.finalization.require_supported()
 
     # ---------------------------------------------------------------- hooks
 
@@ -230,12 +218,12 @@ class TorchNames:
         return dict(self.logger.values)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        self._log.set_sample_rate(sample_rate)
+        self._parts.log.set_sample_rate(sample_rate)
 
     # ---------------------------------------------------------------- parameters and life cycle
 
     def _remove_autograd_hooks(self) -> None:
-        self._hooks.detach()
+        self._parts.hooks.detach()
 
     def _check_reducer_finalized(self) -> None:
         self.step.require_finished()
@@ -262,7 +250,7 @@ class TorchNames:
         yield from m.parameters(recurse=recurse)
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        self._buffer_sync.find()
+        self._parts.buffers.find()
         return parameter_names.trained(self.module, self.parameters_to_ignore)
 
     def _build_debug_param_to_name_mapping(self, parameters: Sequence[nn.Parameter]) -> dict[int, str]:

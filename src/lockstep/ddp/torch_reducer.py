@@ -1,4 +1,4 @@
-"""What ``ddp.reducer`` is: names of torch's own reducer that libraries, algorithms and tests call, each with its meaning.
+"""What ``ddp.reducer`` is: names of torch's own reducer that libraries and algorithms call, each with its meaning.
 
 torch's reducer plans its buckets after the first backward; here they are fixed before it, so what prepares or rebuilds
 them has nothing to do.
@@ -101,7 +101,7 @@ class TorchReducer:
         return torch.tensor(counts, dtype=torch.int32, device=self.slots[0].parameter.device)
 
     def get_backward_stats(self) -> list[int]:
-        """For each parameter, in declaration order: nanoseconds from the start of the last backward until its bucket left.
+        """Return, by parameter in declaration order, the nanoseconds from the start of the last backward to its launch.
 
         torch gives the time until each gradient was ready, which is not recorded here.
         """

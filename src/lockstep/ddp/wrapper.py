@@ -25,57 +25,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from lockstep import settings, torch_private
 from lockstep.agree.model import agree_on_model, wrap_failures_told
 from lockstep.ddp import setup
-from lockstep.ddp.buffers import BufferSync
 from lockstep.ddp.comm_hooks import check_comm_hook
-from lockstep.ddp.compilation import Compilation
-from lockstep.ddp.delay import delayed_reduction, make_delayed_equal
-from lockstep.ddp.finalization import ManualFinalization
-from lockstep.ddp.logbook import Logbook, note_engine_errors, throw
+from lockstep.ddp.delay import make_delayed_equal
+from lockstep.ddp.logbook import throw
 from lockstep.ddp.options import BucketOrder, Device, Options, Overlap
+from lockstep.ddp.parts import BROADCAST_CHUNK_BYTES, build_parts
 from lockstep.ddp.peers import Peers
-from lockstep.ddp.plan_keeper import PlanKeeper
-from lockstep.ddp.precision import LowPrecision
 from lockstep.ddp.torch_names import TorchNames
-from lockstep.ddp.torch_reducer import TorchReducer
-from lockstep.ddp.uneven import UnevenInputs
-from lockstep.engine import step_guard
-from lockstep.engine.bucket import Slot
-from lockstep.engine.delayed import DelayedReduction
-from lockstep.engine.feeders.dist_autograd import DistAutogradFeeder
-from lockstep.engine.feeders.hooks import HookFeeder
-from lockstep.engine.grad_memory import GradMemory
 from lockstep.engine.module_state import sync_module_states
 from lockstep.engine.optimizer_in_backward import take_over_optimizers
-from lockstep.engine.reducer import Reducer
-from lockstep.engine.step import Check, SyncStep
+from lockstep.engine.step import Check
 from lockstep.graph.backend import OverlapCompiler
 from lockstep.graph.explain import Explanation
 from lockstep.observe.logging_data import LoggingData
 from lockstep.observe.metrics import metrics_of
-from lockstep.observe.timeline import Timeline, now
-from lockstep.plan import BucketCaps, Plan
+from lockstep.observe.timeline import now
+from lockstep.plan import Plan
 from lockstep.state_dict import rename_keys
 
-_BROADCAST_CHUNK_BYTES = 250 * 1024 * 1024
 # What belongs to this process; a copy makes its own.
-_LIVE = (
-    "reducer",
-    "step",
-    "logger",
-    "device_mesh",
-    "_peers",
-    "_precision",
-    "_hooks",
-    "_log",
-    "_keeper",
-    "_buffer_sync",
-    "_uneven",
-    "_compilation",
-    "_finalization",
-    "_dist_autograd",
-    "_delayed",
-    "_region",
-)
+_LIVE = ("logger", "device_mesh", "_peers", "_parts", "_wrapped", "_region")
 
 if TYPE_CHECKING:  # type checkers know nothing of ``register`` below
     _Base = nn.parallel.DistributedDataParallel
@@ -95,7 +64,7 @@ class DistributedDataParallel(TorchNames, _Base):
         gradient_as_bucket_view: ``None`` (default) lets ``.grad`` point into the buffer it was reduced in, a new one in
             each step, so that nothing is copied back and old references stay valid; ``True`` keeps the buffers, so that
             addresses never change; ``False`` copies results into memory that ``.grad`` owns.
-        lazy_bucket_allocation: as in torch 2.15.  Buffers are allocated when a bucket becomes whole anyway, except where
+        lazy_bucket_allocation: as in torch 2.15.  Buffers are allocated when a bucket becomes whole anyway, unless
             ``gradient_as_bucket_view=True`` keeps them: with True here, too, they are not kept between steps.
         plan: a :class:`lockstep.Plan` (or its JSON) to use instead of a new one.  A resumed run that passes the plan it
             was saved with keeps the layout, and so the bits, of the run before.
@@ -174,149 +143,64 @@ class DistributedDataParallel(TorchNames, _Base):
         self.logger = LoggingData()
         self._peers = Peers(setup.choose_process_group(process_group, device_mesh), check)
         with wrap_failures_told(self._peers.board if init_sync else None):
-            self._take_module(module)
-            slots, chosen = self._make_plan()
+            self._wrapped = setup.take_module(module, options)
+            self.module = module
+            self._reject_sync_batch_norm()
             if init_sync:
-                self._make_ranks_equal(chosen)
-            self._build_parts(slots, chosen)
-        if options.delayed_names:
-            self._delay(init_sync)
+                self._make_ranks_equal()
+            self._build()
+        if init_sync and options.delayed_names:
+            make_delayed_equal(module, options.delayed_names, self._peers, BROADCAST_CHUNK_BYTES)
         if static_graph:
             self._set_static_graph()
 
     # ---------------------------------------------------------------- construction
 
-    def _take_module(self, module: nn.Module) -> None:
-        """Name its parameters, and see where it lives."""
-        options = self._options
-        delayed = list(options.delay_all_reduce_named_params or ())
-        self.parameters_to_ignore: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.parameters_to_ignore |= set(options.delayed_names)
-        named = [(n, p) for n, p in module.named_parameters() if n not in self.parameters_to_ignore]
-        setup.check_parameters(named, all_delayed=bool(delayed))
-        self._module_parameters = [p for _, p in named]
-        self._placement = setup.choose_placement(
-            self._module_parameters or [p for _, p in delayed], options.device_ids, options.output_device
-        )
-        self.module = module
-
-    def _make_plan(self) -> tuple[list[Slot], Plan]:
-        self._caps: BucketCaps = self._options.caps()
-        slots = setup.trainable_slots(self.module, self.parameters_to_ignore)
-        specs = setup.specs_of(slots, setup.sparse_parameter_names(self.module))
-        plan = setup.choose_plan(specs, self._caps, self._options.given_plan())
-        if self._placement.device_type == "cpu" and setup.has_sync_batch_norm(self.module):
+    def _reject_sync_batch_norm(self) -> None:
+        if self.device_type == "cpu" and setup.has_sync_batch_norm(self.module):
             throw(self.logger, ValueError, "SyncBatchNorm layers only work with GPU modules")
-        return slots, plan
 
-    def _make_ranks_equal(self, plan: Plan) -> None:
+    def _make_ranks_equal(self) -> None:
         """Compare models and options with the other ranks, then take rank 0's parameters."""
-        options, peers = self._options, self._peers
+        options, peers, wrapped = self._options, self._peers, self._wrapped
         if peers.board is not None:
-            ignored = self.parameters_to_ignore - set(options.delayed_names)
-            compared = options.compared(self.parameters_to_ignore, self._placement.device_type, peers.world)
-            mine = setup.describe(self.module, ignored, compared, plan, with_buffers=options.syncs_buffers_at_wrap)
+            compared = options.compared(wrapped.ignored, wrapped.placement.device_type, peers.world)
+            mine = setup.describe(
+                wrapped.module,
+                wrapped.ignored - set(options.delayed_names),
+                compared,
+                wrapped.plan,
+                with_buffers=options.syncs_buffers_at_wrap,
+            )
             agree_on_model(peers.board, mine, settings.agreement_timeout())
         sync_module_states(
-            self.module,
+            wrapped.module,
             peers.group,
             source=0,
-            ignored=self.parameters_to_ignore,
+            ignored=wrapped.ignored,
             with_buffers=options.syncs_buffers_at_wrap,
-            chunk_bytes=_BROADCAST_CHUNK_BYTES,
+            chunk_bytes=BROADCAST_CHUNK_BYTES,
             watch=peers.watch,
         )
 
-    def _build_parts(self, slots: list[Slot], plan: Plan) -> None:
-        options, module, peers, device = self._options, self.module, self._peers, self._placement.device
-        self._precision = LowPrecision(options.mixed_precision, module)
-        memory = GradMemory(options.ownership, self._precision.reduce_dtype)
-        me = weakref.ref(self)  # no part holds its owner, so that it goes when the last reference to it goes
-        self.step = SyncStep(
-            Reducer(plan, slots, peers.transport(), memory, Timeline(peers.rank)),
-            peers.lane,
-            peers.control,
-            name=peers.name,
-            wants_sync=lambda: (ddp := me()) is not None and ddp._pass_synchronises(),
-            finds_unused=options.find_unused_parameters,
-            skips_unused_buckets=options.skip_all_reduce_unused_params,
-            check=options.check,
-        )
-        self._precision.serve(self.step)
-        note_engine_errors(self.logger, self.step)
-        self._hooks = HookFeeder(self.step)
-        self._dist_autograd = DistAutogradFeeder(self.step)
-        self._finalization = ManualFinalization(self.step, low_precision=options.mixed_precision is not None)
-        self.reducer: Any = TorchReducer(self.step, self._hooks, self.logger, self._finalization, _group_updater(me))
-        self._log = Logbook(self.logger, self.step, peers, module, self._placement, options, self._caps)
-        self._keeper = PlanKeeper(
-            module,
-            self._module_parameters,
-            self.parameters_to_ignore,
-            device,
-            self.step,
-            self._hooks,
-            peers,
-            self._log,
-            caps=self._caps,
-            order=options.bucket_order,
-        )
-        self._buffer_sync = BufferSync(
-            module,
-            self.parameters_to_ignore,
-            self.step,
-            peers,
-            chunk_bytes=_BROADCAST_CHUNK_BYTES,
-            syncs_in_forward=options.syncs_buffers_in_forward,
-        )
-        self._uneven = UnevenInputs(
-            module,
-            self.parameters_to_ignore,
-            device,
-            self.step,
-            peers,
-            self._keeper,
-            self._buffer_sync,
+    def _build(self) -> None:
+        """Make the parts; they know this wrapper only by two questions that end when it is gone."""
+        me = weakref.ref(self)
+        self._parts = build_parts(
+            self._wrapped,
+            self._options,
+            self._peers,
             self.logger,
+            wants_sync=lambda: (ddp := me()) is not None and ddp._pass_synchronises(),
+            update_group=lambda group: None if (ddp := me()) is None else ddp._update_process_group(group),
         )
-        self._compilation = Compilation(
-            module,
-            device,
-            self.step,
-            self._keeper,
-            peers,
-            self._uneven,
-            overlap=options.overlap,
-            caps=self._caps,
-            plan_is_given=options.plan is not None,
-            sizes_are_open=self._caps == BucketCaps() and options.plan is None and options.bucket_order == "declared",
-        )
+        # The hooks on the parameters must not outlive the wrapper.
+        weakref.finalize(self, self._parts.detach)
         # What a compiler sees of a forward, as a function of this wrapper alone: compilers keep their graphs by code
         # object, so a shared one would hand this wrapper another one's graphs, and run out of room for them.
         self._region = torch_private.own_code(type(self)._run_ddp_forward)
-        self._delayed: DelayedReduction | None = None
         self._lazy_init_ran = False
         self._ddp_sink_clone = True
-        step_guard.watch(self.step)
-        # The hooks on the parameters must not outlive the wrapper.
-        weakref.finalize(self, self._hooks.detach)
-        self._log.note_plan()
-
-    def _delay(self, init_sync: bool) -> None:
-        """Give the delayed parameters a reducer of their own."""
-        names, trigger = self._options.delayed_names, self._options.param_to_hook_all_reduce
-        assert trigger is not None
-        if init_sync:
-            make_delayed_equal(self.module, names, self._peers, _BROADCAST_CHUNK_BYTES)
-        self._delayed = delayed_reduction(
-            self.module,
-            names,
-            trigger,
-            self.step.reducer.transport,
-            ownership=self._options.ownership,
-            caps=self._caps,
-        )
-        weakref.finalize(self, self._delayed.detach)
 
     def _set_static_graph(self) -> None:
         """Promise that every step uses the same parameters, as often as the first one does."""
@@ -342,18 +226,16 @@ class DistributedDataParallel(TorchNames, _Base):
     def _update_process_group(self, new_process_group: Any) -> None:
         """Go on with another group (a changed world); the window in progress is forgotten."""
         self.step.reset()
-        self._keeper.is_confirmed = False
+        self._parts.keeper.is_confirmed = False
         if not torch_private.rank_not_in_group(new_process_group):
-            self._peers.move(new_process_group, self.step)
-            if self._delayed is not None:
-                self._delayed.use_transport(self.step.reducer.transport)
+            self._parts.use_group(new_process_group, self._peers)
 
     # ---------------------------------------------------------------- what there is to see
 
     @property
     def plan(self) -> Plan:
         """What travels together: print it, or save ``plan.to_json()`` with a checkpoint."""
-        return self._keeper.plan
+        return self._parts.keeper.plan
 
     def metrics(self) -> dict[str, float]:
         """Return the last step that synchronised as a flat dict of numbers, for any logger; see docs/observing.md."""
@@ -364,7 +246,7 @@ class DistributedDataParallel(TorchNames, _Base):
 
     def explain_compilation(self) -> Explanation:
         """See :func:`lockstep.explain`."""
-        return self._compilation.explain()
+        return self._parts.compilation.explain()
 
     # ---------------------------------------------------------------- when gradients are synchronised
 
@@ -382,7 +264,7 @@ class DistributedDataParallel(TorchNames, _Base):
             self.require_backward_grad_sync = before
 
     def _pass_synchronises(self) -> bool:
-        return self._uneven.consume_decision() if self._uneven.is_on else self.require_backward_grad_sync
+        return self._parts.uneven.consume_decision() if self._parts.uneven.is_on else self.require_backward_grad_sync
 
     def join(
         self,
@@ -401,7 +283,7 @@ class DistributedDataParallel(TorchNames, _Base):
     def reset_sync_window(self) -> None:
         """Forget the reduction that is under way, on all ranks, after an error in a backward that was caught."""
         self.step.reset_together()
-        self._precision.restore()
+        self._parts.precision.restore()
 
     @property
     def require_manual_backward_finalization(self) -> bool:
@@ -409,11 +291,11 @@ class DistributedDataParallel(TorchNames, _Base):
 
         Set it before a forward, or after the backward was finalised.
         """
-        return self._finalization.required
+        return self._parts.finalization.required
 
     @require_manual_backward_finalization.setter
     def require_manual_backward_finalization(self, required: bool) -> None:
-        self._finalization.require(required)
+        self._parts.finalization.require(required)
 
     @property
     def should_finalize_after_backward(self) -> bool:
@@ -421,11 +303,11 @@ class DistributedDataParallel(TorchNames, _Base):
 
         Otherwise a hook in the backward may call it too, once the gradients of all parameters are there.
         """
-        return self._finalization.only_after_backward
+        return self._parts.finalization.only_after_backward
 
     def finalize_backward(self) -> None:
         """Wait for the reductions under way and write ``.grad``; once per backward that synchronises."""
-        self._finalization.finalize()
+        self._parts.finalization.finalize()
 
     # ---------------------------------------------------------------- forward
 
@@ -435,8 +317,8 @@ class DistributedDataParallel(TorchNames, _Base):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_exporting():
             raise RuntimeError("torch.export cannot export a data-parallel wrapper; export lockstep.unwrap(model).")
-        if not self._compilation.has_asked and torch.is_grad_enabled() and not self._uneven.is_on:
-            self._compilation.measure_before(torch_private.compiler_is_watching())
+        if not self._parts.compilation.has_asked and torch.is_grad_enabled() and not self._parts.uneven.is_on:
+            self._parts.compilation.measure_before(torch_private.compiler_is_watching())
         with torch_private.RecordFunction("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             before = DistributedDataParallel._active_ddp_module
@@ -445,7 +327,7 @@ class DistributedDataParallel(TorchNames, _Base):
             try:
                 output = self._region(self, *inputs, **kwargs)
             except BaseException:
-                self._precision.restore()  # whoever catches it may save a checkpoint
+                self._parts.precision.restore()  # whoever catches it may save a checkpoint
                 raise
             finally:
                 DistributedDataParallel._active_ddp_module = before
@@ -463,55 +345,55 @@ class DistributedDataParallel(TorchNames, _Base):
             # A checkpoint may run the forward again, inside the backward.
             if self.require_backward_grad_sync and not torch_private.in_backward():
                 self._begin_iteration()
-            if self._delayed is not None:
-                self._delayed.begin()
+            if self._parts.delayed is not None:
+                self._parts.delayed.begin()
             if not torch_private.in_backward():
-                self._keeper.follow_module()
-            self._dist_autograd.attach_in_context()
-        self._uneven.notify()
+                self._parts.keeper.follow_module()
+            self._parts.dist_autograd.attach_in_context()
+        self._parts.uneven.notify()
         if torch.is_grad_enabled():
-            self._keeper.confirm()
-        if self._buffer_sync.will_sync_before:
+            self._parts.keeper.confirm()
+        if self._parts.buffers.will_sync_before:
             self._sync_buffers()
-        self._uneven.decide(self.require_backward_grad_sync)
-        if self._placement.device_ids:
-            device = torch.device(self._placement.device_type, self._placement.device_ids[0])
+        self._parts.uneven.decide(self.require_backward_grad_sync)
+        if self._wrapped.placement.device_ids:
+            device = torch.device(self._wrapped.placement.device_type, self._wrapped.placement.device_ids[0])
             moved, moved_kwargs = torch_private.inputs_to_device(
                 inputs, kwargs, device, self.use_side_stream_for_tensor_copies
             )
             inputs, kwargs = moved[0], moved_kwargs[0]
-        return self._precision.begin_forward(inputs, kwargs)
+        return self._parts.precision.begin_forward(inputs, kwargs)
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         # Read here so that the compiler guards on it: graphs are made for a plan and a strategy.
-        if self._keeper.generation == self._compilation.overlap:
+        if self._parts.keeper.generation == self._parts.compilation.overlap:
             return None  # never
         return self.module(*inputs, **kwargs)
 
     @torch.compiler.disable
     def _post_forward(self, output: Any) -> Any:
-        if self._buffer_sync.will_sync_after:
+        if self._parts.buffers.will_sync_after:
             self._sync_buffers()
         if torch.is_grad_enabled():
-            self._buffer_sync.is_due = self.require_backward_grad_sync
-            self._hooks.watch_outputs(output)
+            self._parts.buffers.is_due = self.require_backward_grad_sync
+            self._parts.hooks.watch_outputs(output)
         else:
-            self._buffer_sync.is_due = False
-            self._precision.restore()
+            self._parts.buffers.is_due = False
+            self._parts.precision.restore()
         self.step.reducer.timeline.record("forward", self._forward_start, now())
         return output
 
     def _lazy_init(self) -> None:
         """Do what can only be done just before the first forward."""
-        take_over_optimizers(self.step, self._module_parameters)
+        take_over_optimizers(self.step, self._wrapped.parameters)
         self._lazy_init_ran = True
 
     def _begin_iteration(self) -> None:
         """Check that the window before is finished, and log it: a new one may open."""
-        self._finalization.require_finalized()
+        self._parts.finalization.require_finalized()
         self.step.require_finished()
-        self._compilation.check()
-        self._log.begin_iteration()
+        self._parts.compilation.check()
+        self._parts.log.begin_iteration()
 
     # ---------------------------------------------------------------- communication hooks
 
@@ -542,7 +424,7 @@ class DistributedDataParallel(TorchNames, _Base):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """What ``.to()``, ``.cuda()``, ``.half()`` come down to; it may replace parameters."""
-        self._keeper.look_again()
+        self._parts.keeper.look_again()
         return super()._apply(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
@@ -573,14 +455,14 @@ class DistributedDataParallel(TorchNames, _Base):
             process_group=None,
             device_mesh=None,
             plan=self.plan.to_json(),
-            overlap=self._compilation.overlap,
+            overlap=self._parts.compilation.overlap,
             find_unused_parameters=self.step.finds_unused,
             static_graph=self.step.static_graph,
             broadcast_buffers=None,
-            forward_sync_buffers=self._buffer_sync.syncs_in_forward,
+            forward_sync_buffers=self._parts.buffers.syncs_in_forward,
             check_reduction=False,
         )
-        state["_saved"] = (self._buffer_sync.hook, self._buffer_sync.is_due, self.step.ends_by_hand)
+        state["_saved"] = (self._parts.buffers.hook, self._parts.buffers.is_due, self.step.ends_by_hand)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -590,11 +472,10 @@ class DistributedDataParallel(TorchNames, _Base):
         options = self._options
         self.logger = LoggingData()
         self._peers = Peers(torch_private.default_group(), options.check, "copies")
-        self._build_parts(*self._make_plan())
-        self._buffer_sync.hook, self._buffer_sync.is_due = hook, is_due
+        self._wrapped = setup.take_module(self.module, options)
+        self._build()
+        self._parts.buffers.hook, self._parts.buffers.is_due = hook, is_due
         self.step.ends_by_hand = ends_by_hand
-        if options.delayed_names:
-            self._delay(init_sync=False)
         if options.static_graph:
             self._set_static_graph()
 
@@ -603,21 +484,12 @@ class DistributedDataParallel(TorchNames, _Base):
 nn.parallel.DistributedDataParallel.register(DistributedDataParallel)  # type: ignore[attr-defined]
 
 
-def _group_updater(reference: weakref.ref[DistributedDataParallel]) -> Callable[[Any], None]:
-    def update(group: Any) -> None:
-        ddp = reference()
-        if ddp is not None:
-            ddp._update_process_group(group)
-
-    return update
-
-
 def _overlap_compiler(
     bucket_bytes_cap: int, backend_compile_fn: Callable[..., Any], first_bucket_cap: int | None = None
 ) -> OverlapCompiler | None:
     """For the wrapper that runs, if it is ours: see graph/backend.py."""
     ddp = DistributedDataParallel._active_ddp_module
-    return ddp._compilation.compiler_for(backend_compile_fn) if isinstance(ddp, DistributedDataParallel) else None
+    return ddp._parts.compilation.compiler_for(backend_compile_fn) if isinstance(ddp, DistributedDataParallel) else None
 
 
 torch_private.stand_in_for_ddp_optimizer(_overlap_compiler)
