@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from lockstep.ddp import setup
-from lockstep.ddp.peers import Peers
 from lockstep.engine.bucket import Slot
 from lockstep.engine.delayed import DelayedReduction
 from lockstep.engine.grad_memory import GradMemory, GradOwnership
-from lockstep.engine.module_state import broadcast_tensors
 from lockstep.engine.reducer import Reducer
 from lockstep.engine.transport import Transport
 from lockstep.observe.timeline import Timeline
@@ -34,9 +32,3 @@ def delayed_reduction(
     plan = setup.choose_plan(setup.specs_of(slots, set()), caps, None)
     timeline = Timeline(transport.rank, num_steps=1)
     return DelayedReduction(Reducer(plan, slots, transport, GradMemory(ownership), timeline), trigger)
-
-
-def make_delayed_equal(module: nn.Module, names: Sequence[str], peers: Peers, chunk_bytes: int) -> None:
-    """Give every rank the delayed parameters of rank 0."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    broadcast_tensors([parameters[name] for name in names], peers.group, 0, chunk_bytes, peers.watch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from lockstep import torch_private
 from lockstep.agree.board import open_board
 from lockstep.agree.control import ControlPlane, control_of
 from lockstep.agree.watch import Watch
@@ -36,6 +37,13 @@ class Peers:
     @property
     def world(self) -> int:
         return self.group.size()
+
+    @property
+    def is_default(self) -> bool:
+        try:
+            return bool(self.group == torch_private.default_group())
+        except (RuntimeError, ValueError):
+            return False
 
     @property
     def name(self) -> str:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from lockstep.ddp.parts import Parts
     from lockstep.ddp.peers import Peers
     from lockstep.ddp.setup import Wrapped
-    from lockstep.observe.logging_data import LoggingData
 
 
 def _alias(path: str) -> Any:
@@ -41,11 +40,16 @@ def _alias(path: str) -> Any:
     return property(read, write)
 
 
+def _computed(read: Callable[[Any], Any]) -> Any:
+    """Make a property that only reads."""
+    return property(read)
+
+
 class TorchNames:
     """Aliases, mixed into the wrapper: nothing happens here."""
 
     module: Any
-    logger: LoggingData
+    logger: Any
     use_side_stream_for_tensor_copies: bool
     _options: Options
     _peers: Peers
@@ -80,17 +84,10 @@ class TorchNames:
     _graphs = _alias("_parts.keeper.graphs")
     _has_rebuilt_buckets = _alias("_parts.keeper.is_confirmed")
 
-    @property
-    def gradient_as_bucket_view(self) -> bool:
-        return bool(self._options.gradient_as_bucket_view)
-
-    @property
-    def bucket_bytes_cap_list(self) -> list[int]:
-        return list(self._wrapped.caps.per_bucket_bytes)
-
-    @property
-    def bucket_bytes_cap_default(self) -> bool:
-        return self._wrapped.caps.first_cap_bytes < self._wrapped.caps.cap_bytes
+    gradient_as_bucket_view = _computed(lambda self: bool(self._options.gradient_as_bucket_view))
+    bucket_bytes_cap_list = _computed(lambda self: list(self._wrapped.caps.per_bucket_bytes))
+    bucket_bytes_cap_default = _computed(lambda self: self._wrapped.caps.first_cap_bytes < self.bucket_bytes_cap)
+    _delay_all_reduce_all_params = _computed(lambda self: not self.step.reducer.slots)
 
     @property
     def _distributed_rank(self) -> int:
@@ -119,9 +116,7 @@ class TorchNames:
     buffer_hook = _alias("_parts.buffers.hook")
     named_module_buffers = _alias("_parts.buffers.named")
 
-    @property
-    def modules_buffers(self) -> list[Tensor]:
-        return self._parts.buffers.all
+    modules_buffers = _alias("_parts.buffers.all")
 
     def will_sync_module_buffers(self) -> bool:
         return self._parts.buffers.will_sync
@@ -186,10 +181,6 @@ class TorchNames:
     @property
     def _require_manual_backward_finalization(self) -> bool:
         return self._parts.finalization.required
-
-    @property
-    def _delay_all_reduce_all_params(self) -> bool:
-        return not self.step.reducer.slots
 
     def _check_manual_backward_finalization_supported(self) -> None:
         self._parts.finalization.require_supported()

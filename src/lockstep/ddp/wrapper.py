@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,17 +22,16 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep import settings, torch_private
-from lockstep.agree.model import agree_on_model, wrap_failures_told
+from lockstep import torch_private
+from lockstep.agree.model import wrap_failures_told
 from lockstep.ddp import setup
 from lockstep.ddp.comm_hooks import check_comm_hook
-from lockstep.ddp.delay import make_delayed_equal
+from lockstep.ddp.equal import make_ranks_equal
 from lockstep.ddp.logbook import throw
 from lockstep.ddp.options import BucketOrder, Device, Options, Overlap
 from lockstep.ddp.parts import BROADCAST_CHUNK_BYTES, build_parts
 from lockstep.ddp.peers import Peers
 from lockstep.ddp.torch_names import TorchNames
-from lockstep.engine.module_state import sync_module_states
 from lockstep.engine.optimizer_in_backward import take_over_optimizers
 from lockstep.engine.step import Check
 from lockstep.graph.backend import OverlapCompiler
@@ -78,7 +77,7 @@ class DistributedDataParallel(TorchNames, _Base):
     """
 
     # Compilers ask the class which wrapper is running.
-    _active_ddp_module: ClassVar[Any] = None
+    _active_ddp_module: Any = None
 
     def __init__(
         self,
@@ -147,10 +146,8 @@ class DistributedDataParallel(TorchNames, _Base):
             self.module = module
             self._reject_sync_batch_norm()
             if init_sync:
-                self._make_ranks_equal()
+                make_ranks_equal(self._wrapped, options, self._peers, BROADCAST_CHUNK_BYTES)
             self._build()
-        if init_sync and options.delayed_names:
-            make_delayed_equal(module, options.delayed_names, self._peers, BROADCAST_CHUNK_BYTES)
         if static_graph:
             self._set_static_graph()
 
@@ -159,29 +156,6 @@ class DistributedDataParallel(TorchNames, _Base):
     def _reject_sync_batch_norm(self) -> None:
         if self.device_type == "cpu" and setup.has_sync_batch_norm(self.module):
             throw(self.logger, ValueError, "SyncBatchNorm layers only work with GPU modules")
-
-    def _make_ranks_equal(self) -> None:
-        """Compare models and options with the other ranks, then take rank 0's parameters."""
-        options, peers, wrapped = self._options, self._peers, self._wrapped
-        if peers.board is not None:
-            compared = options.compared(wrapped.ignored, wrapped.placement.device_type, peers.world)
-            mine = setup.describe(
-                wrapped.module,
-                wrapped.ignored - set(options.delayed_names),
-                compared,
-                wrapped.plan,
-                with_buffers=options.syncs_buffers_at_wrap,
-            )
-            agree_on_model(peers.board, mine, settings.agreement_timeout())
-        sync_module_states(
-            wrapped.module,
-            peers.group,
-            source=0,
-            ignored=wrapped.ignored,
-            with_buffers=options.syncs_buffers_at_wrap,
-            chunk_bytes=BROADCAST_CHUNK_BYTES,
-            watch=peers.watch,
-        )
 
     def _build(self) -> None:
         """Make the parts; they know this wrapper only by two questions that end when it is gone."""
@@ -434,11 +408,7 @@ class DistributedDataParallel(TorchNames, _Base):
     # ---------------------------------------------------------------- copies
 
     def _check_default_group(self) -> None:
-        try:
-            is_default = self._peers.group == torch_private.default_group()
-        except (RuntimeError, ValueError):
-            is_default = False
-        if not is_default:
+        if not self._peers.is_default:
             throw(
                 self.logger,
                 RuntimeError,
@@ -473,6 +443,7 @@ class DistributedDataParallel(TorchNames, _Base):
         self.logger = LoggingData()
         self._peers = Peers(torch_private.default_group(), options.check, "copies")
         self._wrapped = setup.take_module(self.module, options)
+        self._reject_sync_batch_norm()
         self._build()
         self._parts.buffers.hook, self._parts.buffers.is_due = hook, is_due
         self.step.ends_by_hand = ends_by_hand
