@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from pathlib import Path
+
+from torch import nn
 
 import lockstep
 
@@ -102,3 +105,57 @@ def test_the_public_names_are_frozen() -> None:
     }
     for name in lockstep.__all__:
         assert hasattr(lockstep, name)
+
+
+def test_the_constructor_is_frozen() -> None:
+    """Torch's arguments in torch's order, then ours by keyword."""
+    shown = [
+        f"{'*' if p.kind is p.KEYWORD_ONLY else ''}{p.name}" + ("" if p.default is p.empty else f"={p.default!r}")
+        for p in inspect.signature(lockstep.DistributedDataParallel).parameters.values()
+    ]
+    assert shown == [
+        "module",
+        "device_ids=None",
+        "output_device=None",
+        "dim=0",
+        "broadcast_buffers=None",
+        "init_sync=True",
+        "process_group=None",
+        "bucket_cap_mb=None",
+        "find_unused_parameters=False",
+        "check_reduction=False",
+        "gradient_as_bucket_view=None",
+        "static_graph=False",
+        "delay_all_reduce_named_params=None",
+        "param_to_hook_all_reduce=None",
+        "mixed_precision=None",
+        "device_mesh=None",
+        "skip_all_reduce_unused_params=False",
+        "bucket_cap_mb_list=None",
+        "batched_grad_copy=False",
+        "forward_sync_buffers=None",
+        "lazy_bucket_allocation=False",
+        "*plan=None",
+        "*bucket_order='declared'",
+        "*overlap=None",
+        "*check='step'",
+    ]
+
+
+# What torch's class has too, and what only this one has.
+TORCHS = """
+batched_grad_copy broadcast_bucket_size broadcast_buffers bucket_bytes_cap bucket_bytes_cap_default
+bucket_bytes_cap_list buffer_hook device device_ids device_type dim finalize_backward find_unused_parameters
+forward_sync_buffers gather gradient_as_bucket_view is_multi_device_module join join_device join_hook
+join_process_group lazy_bucket_allocation logger mixed_precision module modules_buffers named_module_buffers no_sync
+output_device parameters_to_ignore process_group reducer register_comm_hook require_backward_grad_sync
+require_forward_param_sync require_manual_backward_finalization scatter should_finalize_after_backward
+skip_all_reduce_unused_params static_graph to_kwargs use_side_stream_for_tensor_copies will_sync_module_buffers
+"""
+OURS = "bucket_order check explain_compilation metrics overlap plan reset_sync_window step timeline"
+
+
+def test_the_public_class_is_frozen(world_of_one: None) -> None:
+    ddp = lockstep.DDP(nn.Linear(2, 2))
+    public = {name for name in dir(ddp) if not name.startswith("_") and not hasattr(nn.Module(), name)}
+    assert public == {*TORCHS.split(), *OURS.split()}
