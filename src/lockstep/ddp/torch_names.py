@@ -16,7 +16,7 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from lockstep import torch_private
 from lockstep.ddp import parameter_names
-from lockstep.ddp.comm_hooks import builtin_comm_hook
+from lockstep.ddp.comm_hooks import builtin_comm_hook, check_comm_hook
 from lockstep.ddp.logbook import throw
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class TorchNames:
     # ---------------------------------------------------------------- as the wrapper was made
 
     parameters_to_ignore = _alias("_wrapped.ignored")
+    _module_parameters = _alias("_wrapped.parameters")
     process_group = _alias("_peers.group")
     device = _alias("_wrapped.placement.device")
     device_type = _alias("_wrapped.placement.device_type")
@@ -186,6 +187,9 @@ class TorchNames:
         self._parts.finalization.require_supported()
 
     # ---------------------------------------------------------------- hooks
+
+    def _check_comm_hook(self, hook: Any) -> None:
+        check_comm_hook(hook, self.logger)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         name = str(comm_hook_type)
