@@ -61,6 +61,9 @@ def test_has_compiled_code() -> None:
 def test_stand_in_for_ddp_optimizer() -> None:
     from torch._dynamo.backends import distributed
 
+    from lockstep.ddp.activate import activate
+
+    activate()
     assert distributed.DDPOptimizer._asks_lockstep
     ours = distributed.DDPOptimizer
     private.stand_in_for_ddp_optimizer(lambda *args, **kwargs: None)

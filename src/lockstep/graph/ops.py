@@ -21,6 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lockstep import torch_private
 from lockstep.engine import delivery
 
 # The memory order of the gradients does not matter, since they are packed one by one; and a CUDA graph must not record
@@ -35,13 +36,13 @@ _library.define("collect(Tensor(a!)[] flats) -> ()", tags=_TAGS)
 # Where a backward is called by compiled code, or by compiled autograd, the compiler watches while these run; there is
 # nothing in them for it.
 @torch.library.impl(_library, "launch", "CompositeExplicitAutograd")
-@torch.compiler.disable
+@torch_private.without_compiler
 def _launch(grads: list[Tensor], parameters: list[Tensor]) -> Tensor:
     return delivery.deliver(grads, parameters)
 
 
 @torch.library.impl(_library, "collect", "CompositeExplicitAutograd")
-@torch.compiler.disable
+@torch_private.without_compiler
 def _collect(flats: list[Tensor]) -> None:
     delivery.land(flats)
 
