@@ -88,13 +88,16 @@ def test_the_public_names_are_frozen() -> None:
         "DDP",
         "DistributedDataParallel",
         "Plan",
+        "Timeline",
         "__version__",
         "compile",
         "errors",
         "explain",
+        "hooks",
         "install",
         "uninstall",
         "unwrap",
+        "write_report",
     }
     for name in lockstep.__all__:
         assert hasattr(lockstep, name)
