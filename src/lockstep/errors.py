@@ -14,10 +14,10 @@ __all__ = [
     "BadHookResult",
     "Disagreement",
     "GraphChanged",
+    "LateGradient",
     "LockstepError",
     "PeerFailed",
     "PeerLate",
-    "ReadyTwice",
     "UnfinishedReduction",
     "UnreducedGradients",
 ]
@@ -55,8 +55,8 @@ class UnfinishedReduction(LockstepError):
     """A backward left parameters without a reduced gradient."""
 
 
-class ReadyTwice(LockstepError):
-    """A parameter received a second gradient in a window in which it was already reduced."""
+class LateGradient(LockstepError):
+    """A parameter received another gradient after its bucket had left, and it could not be reduced by itself."""
 
 
 class GraphChanged(LockstepError):
@@ -207,34 +207,7 @@ def stepping_on_local_gradients(names: Sequence[str], *, rank: int) -> str:
     )
 
 
-# ---------------------------------------------------------------- a parameter that was ready twice
-
-
-def ready_twice(place: ParameterPlace, *, rank: int, was_found_unused: bool) -> ReadyTwice:
-    if was_found_unused:
-        cause = (
-            "The search through the graph of the outputs (find_unused_parameters=True) did not meet this parameter, "
-            "so its bucket left without it; then it received a gradient after all. It was used outside the outputs "
-            "of this forward: in a reentrant checkpoint, or outside forward."
-        )
-        fix = (
-            "Fix: activation checkpointing with use_reentrant=False; or static_graph=True if the graph is the same "
-            "in every iteration; or drop find_unused_parameters=True if every parameter is used."
-        )
-    else:
-        cause = (
-            "It received two gradients within one backward. Common reasons: the same layer in two reentrant "
-            "activation checkpoints, a parameter shared between reentrant checkpoints, or a parameter used outside "
-            "forward."
-        )
-        fix = (
-            "Fix: checkpoint with use_reentrant=False; or static_graph=True if the graph is the same in every "
-            "iteration."
-        )
-    return ReadyTwice(
-        f"Expected to mark a variable ready only once. On rank {rank} the parameter {place} was already reduced in "
-        f"this window when it received another gradient.\n{cause}\n{fix}"
-    )
+# ---------------------------------------------------------------- a graph that is not what was promised
 
 
 def graph_changed(place: ParameterPlace, *, rank: int, expected: int) -> GraphChanged:
@@ -261,27 +234,21 @@ def model_changed(name: str, what: str, *, rank: int) -> LockstepError:
     )
 
 
-def late_gradient(place: ParameterPlace, *, rank: int, because: str) -> LockstepError:
-    """A parameter of a compiled graph got another gradient from outside after its bucket had left."""
-    return LockstepError(
-        f"Parameter {place.name} ({place.owner}) received a gradient from outside its compiled graph on rank {rank}, "
-        f"{because}; in the steps before, all of its gradient came from the graph. The gradients of this step are not "
-        "valid.\n"
-        "Likely cause: the parameter is used outside of the model (a penalty in the loss, say) from this step on.\n"
-        "Fix: use it so from the first step on, or wrap the model with overlap='none'. To go on from here, call "
-        "reset_sync_window() and zero_grad() on all ranks and repeat the step."
-    )
-
-
-def lone_addition(names: Sequence[str], *, rank: int, others: Sequence[int]) -> LockstepError:
-    """Some ranks began to use parameters outside of their compiled graph, others did not."""
+def late_gradient(names: Sequence[str], *, rank: int, hook: str) -> LateGradient:
+    """Parameters got another gradient after their bucket had left, where that cannot be reduced by itself."""
     shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-    return LockstepError(
-        f"On rank {rank}, parameters of a bucket that a compiled graph had reduced already received another gradient "
-        f"from outside the graph; on rank(s) {list(others)} they did not. The gradients of this step are not valid.\n"
-        f"The bucket holds {shown}.\n"
-        "Likely cause: some ranks began to use a parameter outside of the model (a penalty in the loss, say).\n"
-        "Fix: begin on all ranks in the same step, or wrap the model with overlap='none'."
+    why = (
+        f"the communication hook {hook} may make something else of it than of the rest"
+        if hook
+        else "ranks of this process group have no way to tell each other"
+    )
+    return LateGradient(
+        f"Parameters received another gradient after their bucket had left, seen on rank {rank} or one of its peers, and "
+        f"{why}. The gradients of this step are not valid.\nThe buckets hold {shown}.\n"
+        "Likely cause: a parameter is used outside of the compiled graph as well (a penalty in the loss), in two reentrant "
+        "checkpoints, or in a second backward.\n"
+        "Fix: add the losses up and call backward once; or wrap the model with overlap='none'; or use no communication "
+        "hook. To go on from here, call reset_sync_window() and zero_grad() on all ranks and repeat the step."
     )
 
 

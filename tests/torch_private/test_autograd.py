@@ -102,3 +102,69 @@ def test_queue_backward_callback() -> None:
     parameter.register_post_accumulate_grad_hook(on_gradient)
     parameter.sum().backward()
     assert order == ["gradient", "end"]
+
+
+def test_accumulation_positions() -> None:
+    one, two = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    assert private.accumulation_positions((one * two).grad_fn) == {id(one): 0, id(two): 1}
+    assert private.accumulation_positions((one * torch.ones(2)).grad_fn) == {id(one): 0}
+
+
+def test_current_node() -> None:
+    seen = []
+    middle = torch.nn.Parameter(torch.ones(2)) * 2
+    middle.register_hook(lambda grad: seen.append(private.current_node()))
+    middle.sum().backward()
+    assert seen == [middle.grad_fn]
+    assert private.current_node() is None
+
+
+def test_graph_task_id() -> None:
+    seen = []
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.register_hook(lambda grad: seen.append(private.graph_task_id()))
+    for _ in range(2):
+        parameter.sum().backward()
+    assert private.graph_task_id() == -1
+    assert -1 not in seen
+    assert len(set(seen)) == 2
+
+
+def test_hooks_after() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    handles = [parameter.register_post_accumulate_grad_hook(lambda p: None) for _ in range(2)]
+    assert list(private.hooks_after(parameter)) == [handle.id for handle in handles]
+
+
+def test_is_compiled_node() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    compiled = torch.compile(lambda x: x * 2, backend="aot_eager")
+    assert private.is_compiled_node(compiled(parameter).grad_fn)
+    assert not private.is_compiled_node((parameter * 2).grad_fn)
+
+
+def test_move_hook_to_end() -> None:
+    calls, was_last = [], []
+    parameter = torch.nn.Parameter(torch.ones(2))
+
+    def move(p: torch.Tensor) -> None:
+        calls.append("ours")
+        was_last.append(private.move_hook_to_end(p, handle.id))
+
+    handle = parameter.register_post_accumulate_grad_hook(move)
+    parameter.register_post_accumulate_grad_hook(lambda p: calls.append("theirs"))
+    for _ in range(2):
+        parameter.sum().backward()
+    assert calls == ["ours", "theirs", "theirs", "ours"]  # the pass in which it is moved is not disturbed
+    assert was_last == [False, True]
+
+
+def test_will_run_all() -> None:
+    used, unused = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    nodes = [private.gradient_accumulator(parameter) for parameter in (used, unused)]
+    answers = []
+    middle = used * 2
+    middle.register_hook(lambda grad: answers.append([private.will_run_all(nodes[:1]), private.will_run_all(nodes)]))
+    middle.sum().backward()
+    assert answers == [[True, False]]
+    assert not private.will_run_all(nodes[:1])

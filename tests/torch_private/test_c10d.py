@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,3 +34,34 @@ def test_default_store() -> None:
 
 def test_rank_not_in_group() -> None:
     assert not private.rank_not_in_group(dist.group.WORLD)
+
+
+def test_has_host_groups() -> None:
+    assert private.has_host_groups()
+
+
+def test_group_timeout() -> None:
+    assert private.group_timeout(dist.group.WORLD) == timedelta(seconds=20)  # as in conftest.py
+
+
+def test_host_group() -> None:
+    group = private.host_group("probe", 0, 1, timedelta(seconds=5))
+    assert (group.rank(), group.size()) == (0, 1)
+
+
+def test_host_all_reduce() -> None:
+    group = private.host_group("probe", 0, 1, timedelta(seconds=5))
+    for op in ("or", "sum"):
+        numbers = torch.tensor([1, 6])
+        private.host_all_reduce(group, numbers, op).wait()
+        assert numbers.tolist() == [1, 6]
+
+
+def test_watch_collectives() -> None:
+    seen: list[str] = []
+    private.watch_collectives(dist.group.WORLD, seen.append)
+    private.watch_collectives(dist.group.WORLD, seen.append)  # twice is once
+    dist.all_reduce(torch.ones(1))
+    dist.broadcast(torch.ones(1), 0)
+    private.all_reduce(dist.group.WORLD, torch.ones(1), dist.ReduceOp.SUM).wait()
+    assert seen == ["allreduce", "broadcast", "allreduce"]

@@ -29,6 +29,11 @@ class Board:
         self.rank = rank
         self.world = world
 
+    @property
+    def name(self) -> str:
+        """The same on all ranks, and no other board's."""
+        return self._prefix
+
     def post(self, key: str, value: str) -> None:
         self._store.set(self._full(key), value)
 

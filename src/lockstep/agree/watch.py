@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from lockstep.agree.board import Board
-from lockstep.errors import LockstepError, PeerFailed
+from lockstep.errors import Disagreement, LockstepError, PeerFailed, rank_table
 
 logger = logging.getLogger("lockstep")
 
@@ -38,6 +38,7 @@ class Watch:
         self.board = board
         self._rank = rank
         self._stall_seconds = float(os.environ.get("LOCKSTEP_STALL_SECONDS", "10"))
+        self._num_meetings = 0
         if board is not None:
             _leave_last_words(self)
 
@@ -85,27 +86,70 @@ class Watch:
             self._raise_lost_peer(error, moment)
             raise
 
+    def meet(self, subject: str, mine: str, timeout_seconds: float) -> dict[int, str]:
+        """Gather every rank's value at a place that ranks reach only if they all did the same before.
+
+        A rank that waits elsewhere meanwhile sees that it is missed here, and both get an error that says so.
+        """
+        assert self.board is not None
+        self._num_meetings += 1
+        self.board.post(f"meeting/{self._rank}", json.dumps([self._num_meetings, subject]))
+        told = self.gather(f"meeting {self._num_meetings}", json.dumps([subject, mine]), timeout_seconds)
+        answers = {rank: json.loads(text) for rank, text in told.items()}
+        subjects = {rank: str(answer[0]) for rank, answer in answers.items()}
+        if len(set(subjects.values())) > 1:
+            raise Disagreement(f"Ranks do different things at the same time:\n{rank_table(subjects)}", subjects)
+        return {rank: str(answer[1]) for rank, answer in answers.items()}
+
+    def _look_for_meetings(self, missed: dict[int, int], moment: Callable[[], str]) -> None:
+        """While waiting: raise if a peer has been at a meeting that this rank does not come to, for two slices."""
+        if self.board is None:
+            return
+        for rank in range(self.board.world):
+            try:
+                text = self.board.read(f"meeting/{rank}") if rank != self._rank else None
+            except RuntimeError:
+                return
+            number, subject = json.loads(text) if text else (0, "")
+            if number <= self._num_meetings:
+                missed.pop(rank, None)
+                continue
+            missed[rank] = missed.get(rank, 0) + 1
+            if missed[rank] > 2:
+                values = {rank: str(subject), self._rank: f"waits in {moment()}"}
+                error = Disagreement(
+                    f"Ranks do different things at the same time:\n{rank_table(values)}\n"
+                    "Fix: do it on all ranks, before the same step.",
+                    values,
+                )
+                self.post_failure(error)
+                raise error
+
     def _wait(
         self, wait_slice: Callable[[], object], is_completed: Callable[[], bool], moment: Callable[[], str]
     ) -> None:
         pause = self._stall_seconds
         next_report = monotonic() + pause
+        missed: dict[int, int] = {}
         while True:
             try:
                 wait_slice()
-                return
+                break
             except RuntimeError:
                 if is_completed():  # it ended, perhaps only just now: the next wait says how
                     try:
                         wait_slice()
-                        return
+                        break
                     except RuntimeError as error:
                         self._raise_lost_peer(error, moment)
             self._raise_failed_peer(moment)
+            self._look_for_meetings(missed, moment)
             if monotonic() >= next_report:
                 self._report_stall(moment)
                 pause *= 2
                 next_report = monotonic() + pause
+        if pause > self._stall_seconds and self.board is not None:
+            self.board.forget(f"waiting/{self._rank}")
 
     # ---------------------------------------------------------------- last words
 
@@ -118,6 +162,13 @@ class Watch:
             self.board.post_first("failure", words)
         except RuntimeError:
             logger.debug("the store is gone; peers will see a closed connection instead of our error")
+
+    def forget_failure(self) -> None:
+        """This rank's own failure is being handled; it must not be quoted to peers that handle it too."""
+        if self.board is not None:
+            words = self.board.read("failure")
+            if words and json.loads(words)["rank"] == self._rank:
+                self.board.forget("failure")
 
     def clear_failure(self) -> None:
         """Forget an error that was handled, so that it is not quoted for a later one."""
@@ -135,6 +186,8 @@ class Watch:
             return
         failure = json.loads(words)
         if failure["rank"] != self._rank:
+            if failure["type"] == Disagreement.__name__:
+                raise Disagreement(failure["text"])
             raise PeerFailed(
                 f"Rank {failure['rank']} failed while rank {self._rank} waited for it in {moment()}. It said:\n"
                 f"{failure['type']}: {failure['text']}",

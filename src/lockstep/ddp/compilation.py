@@ -20,8 +20,8 @@ from torch import fx, nn
 
 from lockstep import torch_private
 from lockstep.ddp import setup
-from lockstep.engine.flight import blocks_host
 from lockstep.engine.link import measure_link
+from lockstep.engine.step import State
 from lockstep.graph.backend import OverlapCompiler
 from lockstep.graph.explain import Explanation, explain_graphs
 from lockstep.graph.pace import measure_flops_per_second, pace_of, ready_order
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from lockstep.agree.board import Board
     from lockstep.agree.watch import Watch
     from lockstep.engine.bucket import Slot
-    from lockstep.engine.eager import EagerBackward
-    from lockstep.engine.reducer import Reducer
+    from lockstep.engine.step import SyncStep
     from lockstep.observe.timeline import Timeline
 
 logger = logging.getLogger("lockstep")
@@ -65,8 +64,8 @@ class Compilation:
     """Mixed into the wrapper."""
 
     module: nn.Module
-    reducer: Reducer
-    backward: EagerBackward
+    step: SyncStep
+    _graphs: list[Any]
     process_group: Any
     device: torch.device
     overlap: str | None
@@ -83,7 +82,7 @@ class Compilation:
         # object, so a shared one would hand this wrapper another one's graphs, and run out of room for them.
         self._region = torch_private.own_code(type(self)._run_ddp_forward)  # type: ignore[attr-defined]
         self._graph_key = "plan 0"
-        self._first_digest = self.reducer.plan.digest
+        self._first_digest = self.step.reducer.plan.digest
         self._link: LinkModel | None = None
         self._asked_about_compiling = self._all_compile = False
         self._has_settled = False
@@ -132,18 +131,18 @@ class Compilation:
 
     def explain_compilation(self) -> Explanation:
         """See :func:`lockstep.explain`."""
-        return explain_graphs(self.backward.graphs, self.reducer, self.module, self._measured_exposed_seconds())
+        return explain_graphs(self._graphs, self.step.reducer, self.module, self._measured_exposed_seconds())
 
     def _measured_exposed_seconds(self) -> float | None:
         """How long the last steps waited for the link; unknown where a wait does not stop the host."""
-        if not any(blocks_host(self.reducer.backend(slot.parameter.device)) for slot in self.reducer.slots[:1]):
+        if not self.step.reducer.transport.blocks_host(self.device):
             return None
         waits = [step.exposed_seconds for step in self.timeline.steps]
         return median(waits) if waits else None
 
     def _check_compilation(self) -> None:
         """After the third reduction, and again when more was compiled: say what did not come as expected."""
-        num_graphs, num_passes = len(self.backward.graphs), self.backward.num_synced_passes
+        num_graphs, num_passes = len(self._graphs), self.step.num_windows
         if self._num_graphs_seen != num_graphs:
             self._num_graphs_seen = num_graphs
             self._num_passes_to_check = max(3, num_passes + 2)  # the first one only watches what comes from a graph
@@ -163,7 +162,7 @@ class Compilation:
                         f"{why}. lockstep.explain(model) tells more.",
                         stacklevel=4,
                     )
-        if self.backward.graphs and self.reducer.rank == 0:
+        if self._graphs and self.step.reducer.rank == 0:
             if self._explains_when_settled:
                 print(explanation, file=sys.stderr)
             logger.info("%s", explanation)
@@ -171,16 +170,16 @@ class Compilation:
     # ---------------------------------------------------------------- the plan for a graph
 
     def _overlap_compiler(self, backend: Callable[..., Any]) -> OverlapCompiler:
-        turns = turns_of(self.backward, self._board, self.process_group.rank())
+        turns = turns_of(self.step, self._board, self.process_group.rank())
         return OverlapCompiler(
-            self.backward, backend, self.overlap, self._caps, settle_plan=self._settle_plan, turns=turns
+            self.step, self._graphs, backend, self.overlap, self._caps, settle_plan=self._settle_plan, turns=turns
         )
 
     def _settle_plan(
         self, gm: fx.GraphModule, slots: dict[int, Slot], split_groups: Sequence[Sequence[str]] | None
     ) -> None:
         """Before the first backward: the plan that suits this graph.  ``split_groups`` are the buckets it is cut by."""
-        if self._plan_was_given or self.backward.num_synced_passes or self.backward.window.is_open:
+        if self._plan_was_given or self.step.num_windows or self.step.state is not State.IDLE:
             return
         if not self._all_compile or self._join_config.enable:
             return  # others would not come to agree on it
@@ -198,18 +197,18 @@ class Compilation:
             return
         if split_groups is None:
             _chosen_plans[self._plan_key] = plan
-        if plan.digest != self.reducer.plan.digest:
+        if plan.digest != self.step.reducer.plan.digest:
             self._adopt_plan(plan)
         logger.info("The plan for the compiled model:\n%s", plan)
 
     def _plan_of_parts(self, groups: Sequence[Sequence[str]]) -> Plan:
-        specs = setup.specs_of(self.reducer.slots, setup.sparse_parameter_names(self.module))
+        specs = setup.specs_of(self.step.reducer.slots, setup.sparse_parameter_names(self.module))
         return plan_from_groups(specs, groups, self._caps)
 
     def _plan_by_pace(self, gm: fx.GraphModule, slots: dict[int, Slot]) -> Plan | None:
         if self._link is None or not self._may_choose_sizes:
             return None
-        specs = setup.specs_of(self.reducer.slots, setup.sparse_parameter_names(self.module))
+        specs = setup.specs_of(self.step.reducer.slots, setup.sparse_parameter_names(self.module))
         covered = {slot.name for slot in slots.values()}
         if sum(s.num_bytes for s in specs if s.name in covered) < _ENOUGH_OF_THE_MODEL * sum(
             s.num_bytes for s in specs
@@ -235,15 +234,13 @@ class Compilation:
         kind = self.device.type
         if torch.is_autocast_enabled(kind):
             return torch.get_autocast_dtype(kind)
-        return next((slot.parameter.dtype for slot in self.reducer.slots), torch.float32)
+        return next((slot.parameter.dtype for slot in self.step.reducer.slots), torch.float32)
 
     def _forget_graphs(self) -> None:
         """The plan has changed: graphs that were made for the one before are not used again."""
         self._graph_key = f"plan {int(self._graph_key.split()[1]) + 1}"
-        self.backward.graphs.clear()
+        self._graphs.clear()
 
     def _adopt_plan(self, plan: Plan) -> None:
-        self.reducer.use_plan(plan, self.reducer.slots)
-        self.backward.rebuild()
-        self.backward.attach()
+        self._lay_out(plan, self.step.reducer.slots)  # type: ignore[attr-defined]
         self._log_construction()  # type: ignore[attr-defined]

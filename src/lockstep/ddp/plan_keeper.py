@@ -7,7 +7,6 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lockstep import errors
@@ -18,8 +17,8 @@ from lockstep.plan import Plan
 
 if TYPE_CHECKING:
     from lockstep.agree.board import Board
-    from lockstep.engine.eager import EagerBackward
-    from lockstep.engine.reducer import Reducer
+    from lockstep.engine.feeders.hooks import HookFeeder
+    from lockstep.engine.step import SyncStep
     from lockstep.observe.logging_data import LoggingData
     from lockstep.plan import BucketCaps
 
@@ -30,8 +29,8 @@ class PlanKeeping:
     """Mixed into the wrapper."""
 
     module: nn.Module
-    reducer: Reducer
-    backward: EagerBackward
+    step: SyncStep
+    _hooks: HookFeeder
     logger: LoggingData
     process_group: Any
     device: torch.device
@@ -51,16 +50,22 @@ class PlanKeeping:
     @property
     def plan(self) -> Plan:
         """What travels together: print it, or save ``plan.to_json()`` with a checkpoint."""
-        return self.reducer.plan
+        return self.step.reducer.plan
 
     def _use_plan(self, slots: list[Slot], ready_order: list[str] | None = None) -> None:
         specs = setup.specs_of(slots, setup.sparse_parameter_names(self.module))
         plan = setup.choose_plan(specs, self._caps, None, ready_order)
-        self.reducer.use_plan(plan, slots)
-        self.backward.rebuild()
-        self.backward.attach()
+        self._lay_out(plan, slots)
         self._forget_graphs()  # type: ignore[attr-defined]
         self._log_construction()  # type: ignore[attr-defined]
+
+    def _lay_out(self, plan: Plan, slots: list[Slot]) -> None:
+        """Take another plan, between windows."""
+        self._hooks.detach()
+        self.step.reset()
+        self.step.reducer.use_plan(plan, slots)
+        self.step.rebuild()
+        self._hooks.attach()
 
     def _confirm_plan(self) -> None:
         """Once, in the first forward after a reduction: all ranks still have the plan that rank 0 has.
@@ -68,7 +73,7 @@ class PlanKeeping:
         With init_sync=False this is the only comparison.  Where unused parameters are searched for, ranks may reach
         this forward in different states, so nothing is exchanged there (as in torch).
         """
-        if self._has_rebuilt_buckets or self.backward.num_synced_passes == 0:
+        if self._has_rebuilt_buckets or self.step.num_windows == 0:
             return
         if self.find_unused_parameters and not self.static_graph:
             return
@@ -77,25 +82,25 @@ class PlanKeeping:
             self._take_observed_order()
         digest = torch.tensor(list(bytes.fromhex(self.plan.digest)), dtype=torch.uint8, device=self.device)
         expected = digest.clone()
-        work = dist.broadcast(expected, group=self.process_group, group_src=0, async_op=True)
-        self.reducer.land(work, expected, "the comparison of plans after the first step")
+        transport = self.step.reducer.transport
+        transport.land(transport.start_broadcast(expected, 0), "the comparison of plans after the first step")
         if not torch.equal(digest, expected):
             error = errors.Disagreement(
-                f"Rank {self.reducer.rank} lays its gradients out differently from rank 0 (plan {self.plan.digest}), "
+                f"Rank {self.step.reducer.rank} lays its gradients out differently from rank 0 (plan {self.plan.digest}), "
                 "so the first step averaged unrelated parameters.\nLikely cause: another model or another bucket size "
                 "on this rank, with init_sync=False.\nFix: build the same module with the same options on every rank."
             )
-            self.reducer.watch.post_failure(error)
+            transport.watch.post_failure(error)
             raise error
 
     def _take_observed_order(self) -> None:
         """Lay buckets out in the order rank 0 saw, which it tells the others over the board."""
-        order = [slot.name for slot in self.backward.window.ready_order]
+        order = [slot.name for slot in self.step.ready_order]
         seen = set(order)
-        order += [slot.name for slot in self.reducer.slots if slot.name not in seen]
+        order += [slot.name for slot in self.step.reducer.slots if slot.name not in seen]
         if self._board is not None:
             order = self._board.from_rank_zero("ready order", "\n".join(order)).split("\n")
-        self._use_plan(self.reducer.slots, order)
+        self._use_plan(self.step.reducer.slots, order)
 
     def _follow_module(self) -> None:
         """Notice parameters that were unfrozen, added or replaced since the module was wrapped.
@@ -127,10 +132,10 @@ class PlanKeeping:
                 self._warn_functional_call(slot.name)
                 return
             if id(slot.parameter) not in known:
-                error = errors.model_changed(slot.name, "was added or replaced", rank=self.reducer.rank)
+                error = errors.model_changed(slot.name, "was added or replaced", rank=self.step.reducer.rank)
                 self.logger.set_error_and_log(str(error))
                 raise error
-        planned = {id(slot.parameter) for slot in self.reducer.slots}
+        planned = {id(slot.parameter) for slot in self.step.reducer.slots}
         if not {id(slot.parameter) for slot in slots} <= planned:
             # Those frozen since they were planned stay in: they may be unfrozen again.
             self._extend_plan(setup.trainable_slots(self.module, self.parameters_to_ignore, also=planned))
@@ -143,7 +148,8 @@ class PlanKeeping:
         if self._board is None:
             return
         self._num_plans += 1
-        digests = self._board.gather(f"plan {self._num_plans}", self.plan.digest)
+        watch = self.step.reducer.transport.watch
+        digests = watch.meet("a plan with parameters that were unfrozen", self.plan.digest, 60.0)
         if len(set(digests.values())) > 1:
             raise errors.Disagreement(
                 "Ranks unfroze different parameters:\n"

@@ -78,13 +78,13 @@ class TorchNames:
         if ddp.static_graph:
             warnings.warn("static_graph is already set; there is no need to set it again.", stacklevel=2)
             return
-        if ddp.backward.num_synced_passes or ddp.backward.window.is_open:
+        if ddp.step.num_windows or ddp.step.state.value != "idle":
             ddp._log_and_throw(
                 RuntimeError,
                 "_set_static_graph should be called before training loop starts, that is before the first backward.",
             )
         ddp.static_graph = True
-        ddp.backward.static_graph = True
+        ddp.step.static_graph = True
         ddp.logger.values["static_graph"] = 1
         if ddp.find_unused_parameters:
             warnings.warn(
@@ -157,7 +157,7 @@ class TorchNames:
             return
         futures = hook.hook(hook.state, self.named_module_buffers)
         if futures is not None:
-            ddp.backward.add_post_backward_futures(futures)
+            ddp.step.add_post_backward_futures(futures)
 
     def _default_broadcast_coalesced(
         self, bufs: Any = None, bucket_size: int | None = None, authoritative_rank: int = 0
@@ -177,7 +177,8 @@ class TorchNames:
         """The highest rank for which ``rank_cond`` holds."""
         ddp: Any = self
         rank = torch.tensor([input_rank if rank_cond else -1], device=ddp.device)
-        dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=ddp.process_group)
+        transport = ddp.step.reducer.transport
+        transport.land(transport.start_max(rank), "the search for a rank that has data")
         found = int(rank.item())
         assert found >= 0, "no rank met the condition"
         return found
@@ -214,7 +215,7 @@ class TorchNames:
         }
         if comm_hook_type not in builtin:
             raise ValueError(f"Unknown built-in hook {comm_hook_type!r}; known: {[str(k) for k in builtin]}.")
-        ddp.reducer.set_comm_hook(ddp.process_group, builtin[comm_hook_type], str(comm_hook_type))
+        ddp.step.reducer.set_comm_hook(ddp.process_group, builtin[comm_hook_type], str(comm_hook_type))
         ddp.logger.values["comm_hook"] = str(comm_hook_type)
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
@@ -270,7 +271,7 @@ class TorchNames:
 
     def _runtime_facts(self) -> dict[str, str | int]:
         ddp: Any = self
-        reducer, backward = ddp.reducer, ddp.backward
+        reducer, step = ddp.step.reducer, ddp.step
         by_name = {slot.name: slot.position for slot in reducer.slots}
         unused = [slot for slot in reducer.slots if slot.found_unused]
         is_final = not ddp.find_unused_parameters or ddp.static_graph
@@ -283,10 +284,8 @@ class TorchNames:
             ),
             "num_buckets_reduced": reducer.num_buckets_reduced,
             "unused_parameter_size": sum(slot.num_elements * slot.parameter.element_size() for slot in unused),
-            "prev_iteration_grad_ready_order_indices": ", ".join(
-                str(slot.position) for slot in backward.window.ready_order
-            ),
-            "can_set_static_graph": int(not backward.unused_changed),
+            "prev_iteration_grad_ready_order_indices": ", ".join(str(slot.position) for slot in step.ready_order),
+            "can_set_static_graph": int(not step.unused_changed),
         }
 
     # ---------------------------------------------------------------- life cycle
@@ -296,10 +295,10 @@ class TorchNames:
         return dist.get_rank(self.process_group)  # type: ignore[attr-defined]
 
     def _remove_autograd_hooks(self) -> None:
-        self.backward.detach()  # type: ignore[attr-defined]
+        self._hooks.detach()  # type: ignore[attr-defined]
 
     def _check_reducer_finalized(self) -> None:
-        self.backward.require_finished()  # type: ignore[attr-defined]
+        self.step.require_finished()  # type: ignore[attr-defined]
 
     def _set_sparse_metadata(self, global_unique_ids: dict[str, Tensor]) -> None:
         """Which rows of each sparse parameter any rank will touch: they then travel as one dense block."""
@@ -308,7 +307,7 @@ class TorchNames:
         for name in global_unique_ids:
             if name not in known:
                 raise ValueError(f"{name!r} is not a parameter with sparse gradients; these are: {sorted(known)}.")
-        ddp.reducer.sparse_metadata = dict(global_unique_ids)
+        ddp.step.reducer.mean.sparse_rows = dict(global_unique_ids)
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Kept for callers: outputs are watched by hooks here and never cloned."""
@@ -317,17 +316,12 @@ class TorchNames:
     def _update_process_group(self, new_process_group: Any) -> None:
         """Go on with another group (a changed world); the window in progress is forgotten."""
         ddp: Any = self
-        ddp.backward.reset()
+        ddp.step.reset()
         ddp._has_rebuilt_buckets = False
         if not torch_private.rank_not_in_group(new_process_group):
             ddp.process_group = new_process_group
-            ddp.reducer.use_process_group(new_process_group)
             ddp._reopen_board()
-            ddp.reducer.watch = ddp._watch
-            # Members of the new group may come from groups that have reduced more or less often.
-            ddp.backward.num_synced_passes = 0
-            if ddp._delayed is not None:
-                ddp._delayed.use_process_group(new_process_group, ddp._watch)
+            ddp._use_group()
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:
@@ -396,7 +390,9 @@ class TorchNames:
         for live in (
             "process_group",
             "reducer",
-            "backward",
+            "step",
+            "_hooks",
+            "_graphs",
             "logger",
             "timeline",
             "_board",
@@ -405,7 +401,6 @@ class TorchNames:
             "_precision",
             "_delayed",
             "device_mesh",
-            "_comm_hooks",
             "_region",
         ):
             state.pop(live, None)

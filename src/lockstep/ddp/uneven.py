@@ -6,24 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 
 from lockstep import errors
 from lockstep.agree.watch import Watch
-from lockstep.engine.eager import EagerBackward
 from lockstep.engine.join import MirrorHook
 from lockstep.engine.module_state import sync_module_states
-from lockstep.engine.reducer import Reducer
+from lockstep.engine.step import State, SyncStep
 
 
 class UnevenInputs(Joinable):
     """Mixed into the wrapper."""
 
     module: nn.Module
-    reducer: Reducer
-    backward: EagerBackward
+    step: SyncStep
     process_group: Any
     device: torch.device
     forward_sync_buffers: bool
@@ -69,17 +66,17 @@ class UnevenInputs(Joinable):
 
     def _notify_join(self) -> None:
         work = Join.notify_join_context(self)
-        self.reducer.divisor = None
+        self.step.reducer.mean.divisor = None
         if self._join_config.enable and not self._divide_by_initial_world_size:
             assert work is not None, "dividing by the active ranks needs this wrapper first in the Join context"
             (num_active,) = work.get_future().wait()
-            self.reducer.divisor = float(num_active.item())
+            self.step.reducer.mean.divisor = float(num_active.item())
 
     def mirror_forward(self) -> None:
         """As a rank without data: take part in the collectives of one forward of the others."""
         # Zeros whatever they are divided by; but the operation must be the same as on the other ranks.
         world = float(self.process_group.size())
-        self.reducer.divisor = None if self._divide_by_initial_world_size else world
+        self.step.reducer.mean.divisor = None if self._divide_by_initial_world_size else world
         self._confirm_plan()
         if self._check_sync_bufs_pre_fwd():
             self._sync_module_buffers(self._find_common_rank(self._distributed_rank, False))
@@ -88,15 +85,18 @@ class UnevenInputs(Joinable):
         """Ranks with data tell those without whether this iteration's backward will synchronise."""
         mine = self.require_backward_grad_sync and not has_joined
         answer = torch.full((1,), float(mine), device=self.device)
-        work = dist.all_reduce(answer, group=self.process_group, async_op=True)
+        transport = self.step.reducer.transport
+        flight = transport.start_all_reduce(answer, mean=False)
         if not has_joined:
             return self.require_backward_grad_sync
-        work.wait()
+        transport.land(flight, "the question whether this iteration synchronises")
         # As on the other ranks: after an iteration without synchronisation, buffers are not synchronised either.
         self.require_forward_param_sync = bool(answer.item())
         return self.require_forward_param_sync
 
     def sync_final_model(self, is_last_joiner: bool) -> None:
+        self.step.num_updates = 0  # ranks that ran out of data have made fewer
+        self.step.has_fresh_gradients = False
         self._authoritative_rank = self._find_common_rank(self._distributed_rank, is_last_joiner)
         sync_module_states(
             self.module,
@@ -110,7 +110,7 @@ class UnevenInputs(Joinable):
 
     def _consume_join_decision(self) -> bool:
         """See [Note: when a pass synchronises] in engine/eager.py."""
-        if self._join_decided_sync and not self.backward.window.is_open:
+        if self._join_decided_sync and self.step.state is not State.OPEN:
             if self._join_decision_used:
                 raise errors.LockstepError(
                     "Under join() a forward can have one backward that synchronises: ranks that ran out of data mirror "

@@ -20,6 +20,7 @@ from torch.distributed.algorithms.join import Joinable
 
 from lockstep import torch_private
 from lockstep.agree.board import open_board
+from lockstep.agree.control import control_of
 from lockstep.agree.model import agree_on_model, wrap_failures_told
 from lockstep.agree.watch import Watch
 from lockstep.ddp import setup
@@ -27,17 +28,22 @@ from lockstep.ddp.activate import activate
 from lockstep.ddp.compilation import Compilation
 from lockstep.ddp.plan_keeper import PlanKeeping
 from lockstep.ddp.torch_names import TorchNames
+from lockstep.ddp.torch_reducer import TorchReducer
 from lockstep.ddp.uneven import UnevenInputs
 from lockstep.engine import step_guard
+from lockstep.engine.audit import CollectiveAudit
 from lockstep.engine.bucket import Slot
 from lockstep.engine.delayed import DelayedReduction
-from lockstep.engine.dist_autograd import DistAutogradBridge
-from lockstep.engine.eager import EagerBackward
+from lockstep.engine.feeders.dist_autograd import DistAutogradFeeder
+from lockstep.engine.feeders.hooks import HookFeeder
+from lockstep.engine.grad_memory import GradMemory, GradOwnership
+from lockstep.engine.lane import lane_of
 from lockstep.engine.mixed_precision import MixedPrecisionParameters
 from lockstep.engine.module_state import broadcast_tensors, sync_module_states
 from lockstep.engine.optimizer_in_backward import take_over_optimizers
-from lockstep.engine.packing import GradOwnership
 from lockstep.engine.reducer import Reducer
+from lockstep.engine.step import Check, SyncStep
+from lockstep.engine.transport import Transport
 from lockstep.graph.backend import STRATEGIES
 from lockstep.observe.logging_data import LoggingData
 from lockstep.observe.timeline import Timeline, now
@@ -99,6 +105,7 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
         plan: Plan | str | None = None,
         bucket_order: str = "declared",
         overlap: str | None = None,
+        check: Check = "step",
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
@@ -110,6 +117,9 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
                 'bucket_order="observed" needs a step in which every parameter is used, or static_graph=True; it does '
                 "not go with find_unused_parameters=True."
             )
+        if check not in ("step", "collective", "off"):
+            raise ValueError(f'check must be "step", "collective" or "off", got {check!r}.')
+        self.check = check
         if overlap not in (None, *STRATEGIES):
             raise ValueError(f"overlap must be one of {', '.join(STRATEGIES)} or None, got {overlap!r}.")
         self.overlap = overlap
@@ -176,6 +186,7 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
                 "bucket_cap_mb_list": None if bucket_cap_mb_list is None else list(bucket_cap_mb_list),
                 "bucket_order": bucket_order,
                 "overlap": overlap,
+                "check": check,
                 "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
                 "mixed_precision": mixed_precision,
                 "delay_all_reduce_named_params": [name for name, _ in delayed],
@@ -252,35 +263,41 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
             MixedPrecisionParameters(self.mixed_precision, self.module) if self.mixed_precision is not None else None
         )
         self.timeline = Timeline(rank)
-        self.reducer = Reducer(
-            plan,
-            slots,
-            self.process_group,
-            watch=self._watch,
-            timeline=self.timeline,
-            ownership=self._ownership,
-            reduce_dtype=self._precision.reduce_dtype if self._precision is not None else None,
-        )
+        memory = GradMemory(self._ownership, self._precision.reduce_dtype if self._precision is not None else None)
+        transport = Transport(self.process_group, self._watch)
+        control = control_of(self.process_group)
+        if self.check == "collective" and control is not None:
+            transport.audit = CollectiveAudit(self.process_group, control, self._watch)
         self_ref = weakref.ref(self)
 
         def wants_sync() -> bool:
             ddp = self_ref()
             return ddp is not None and ddp._pass_synchronises()
 
-        self.backward = EagerBackward(
-            self.reducer,
-            wants_sync,
+        def update_process_group(group: Any) -> None:
+            ddp = self_ref()
+            if ddp is not None:
+                ddp._update_process_group(group)
+
+        self.step = SyncStep(
+            Reducer(plan, slots, transport, memory, self.timeline),
+            lane_of(self.process_group),
+            control,
+            name="wrapper" if self._board is None else self._board.name,
+            wants_sync=wants_sync,
             finds_unused=self.find_unused_parameters,
             skips_unused_buckets=self.skip_all_reduce_unused_params,
+            check=self.check,
         )
+        self._hooks = HookFeeder(self.step)
+        self.reducer = TorchReducer(self.step, self._hooks, self.logger, update_process_group)
         log = self.logger
-        self.backward.on_error = lambda error: log.set_error_and_log(f"{type(error)}: {error}")
-        self.reducer.caller = self.backward
+        self.step.on_error = lambda error: log.set_error_and_log(f"{type(error)}: {error}")
         if self._precision is not None:
-            self.backward.before_write_back = self._precision.restore
-            self.backward.after_pass = self._precision.restore
-        self._dist_autograd = DistAutogradBridge(self.backward)
-        self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
+            self.step.before_hand_out = self._precision.restore
+            self.step.after_pass = self._precision.restore
+        self._graphs: list[Any] = []  # what was compiled of this model, for lockstep.explain
+        self._dist_autograd = DistAutogradFeeder(self.step)
         self._init_compilation()
         self._frozen = [p for p in self._module_parameters if not p.requires_grad]
         self._num_forwards = 0
@@ -293,9 +310,9 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
         self._join_decision_used = False
         self._divide_by_initial_world_size = True
         self._delayed: DelayedReduction | None = None
-        step_guard.watch(self.backward)
+        step_guard.watch(self.step)
         # The hooks on the parameters must not outlive the wrapper.
-        weakref.finalize(self, self.backward.detach)
+        weakref.finalize(self, self._hooks.detach)
         self._log_construction()
 
     def _delay(self, names: list[str], trigger: nn.Parameter, init_sync: bool) -> None:
@@ -311,10 +328,9 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
         reducer = Reducer(
             plan,
             slots,
-            self.process_group,
-            watch=self.reducer.watch,
-            timeline=Timeline(self.reducer.rank, num_steps=1),
-            ownership=self._ownership,
+            self.step.reducer.transport,
+            GradMemory(self._ownership),
+            Timeline(self.process_group.rank(), num_steps=1),
         )
         self._delayed = DelayedReduction(reducer, trigger)
         weakref.finalize(self, self._delayed.detach)
@@ -349,6 +365,20 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
         self._board = open_board(self.process_group, kind)
         self._watch = Watch(self._board, self.process_group.rank())
 
+    def _use_group(self) -> None:
+        """Go on with another process group: all parts learn of it."""
+        transport = Transport(self.process_group, self._watch)
+        step = self.step
+        step.reducer.use_transport(transport)
+        step.control = control_of(self.process_group)
+        step.lane = lane_of(self.process_group)
+        step.lane.enter(step)
+        step.name = "wrapper" if self._board is None else self._board.name
+        # Members of the new group may come from groups that have reduced more or less often.
+        step.num_windows = step.num_updates = step.num_resets = 0
+        if self._delayed is not None:
+            self._delayed.use_transport(transport)
+
     # ---------------------------------------------------------------- when gradients are synchronised
 
     @contextmanager
@@ -363,7 +393,6 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
             yield
         finally:
             self.require_backward_grad_sync = before
-            self.backward.deliveries.keep_local()
 
     def _pass_synchronises(self) -> bool:
         if self._join_config.enable:
@@ -372,8 +401,7 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
 
     def reset_sync_window(self) -> None:
         """Forget the reduction that is under way, on all ranks, after an error in a backward that was caught."""
-        self.backward.reset()
-        self.reducer.watch.clear_failure()
+        self.step.reset_together()
         if self._precision is not None:
             self._precision.restore()
 
@@ -407,12 +435,15 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
         if not self._lazy_init_ran:
             self._lazy_init()
         if torch.is_grad_enabled():
-            self.backward.forget_broken_pass()
-            if self.require_backward_grad_sync:
+            self.step.lane.forget_broken_pass()
+            self.step.note_forward()
+            # A checkpoint may run the forward again, inside the backward.
+            if self.require_backward_grad_sync and not torch_private.in_backward():
                 self._begin_iteration()
             if self._delayed is not None:
                 self._delayed.begin()
-            self._follow_module()
+            if not torch_private.in_backward():
+                self._follow_module()
             self._dist_autograd.attach_in_context()
         self._notify_join()
         if torch.is_grad_enabled():
@@ -437,9 +468,9 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
         return inputs, kwargs
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        # Read here so that the compiler guards on them: graphs are made for a plan and a strategy.
-        assert self._graph_key
-        assert self.overlap != ""
+        # Read here so that the compiler guards on it: graphs are made for a plan and a strategy.
+        if self._graph_key == self.overlap:
+            return None  # never
         return self.module(*inputs, **kwargs)
 
     @torch_private.without_compiler
@@ -448,7 +479,7 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
             self._sync_buffers()
         if torch.is_grad_enabled():
             self.require_forward_param_sync = self.require_backward_grad_sync
-            self.backward.prepare_backward(output)
+            self._hooks.watch_outputs(output)
         else:
             self.require_forward_param_sync = False
             if self._precision is not None:
@@ -458,12 +489,12 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
 
     def _lazy_init(self) -> None:
         """What can only be known just before the first forward."""
-        take_over_optimizers(self.backward, self._module_parameters)
+        take_over_optimizers(self.step, self._module_parameters)
         self._lazy_init_ran = True
 
     def _begin_iteration(self) -> None:
         """A new window may open: the one before must be finished, and its timings are logged."""
-        self.backward.require_finished()
+        self.step.require_finished()
         self._check_compilation()
         if self.logger.begin_iteration() and self.timeline.steps:
             self.logger.sample(self.timeline.steps[-1], self._runtime_facts())
@@ -478,13 +509,8 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
         """
         self._check_comm_hook(hook)
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
-        self.reducer.set_comm_hook(state, hook, name)
+        self.step.reducer.set_comm_hook(state, hook, name)
         self.logger.values["comm_hook"] = name
-        self._comm_hooks.append((hook, state))
-
-    def train(self, mode: bool = True) -> DistributedDataParallel:
-        super().train(mode)
-        return self
 
 
 # isinstance(model, torch.nn.parallel.DistributedDataParallel) is how libraries ask "is this wrapped?".

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from lockstep.plan import Bucket
 # their memory is used again for the next gradient; freed bucket by bucket, it becomes holes in the heap.
 STAGE_BYTES = 64 * 1024
 
+_dtype_of = attrgetter("dtype")
+
 
 class Slot:
     """One parameter's place in its bucket, and what happened to it in the current window."""
@@ -26,11 +29,11 @@ class Slot:
         "dirty",
         "expected_fires",
         "found_unused",
+        "held",
+        "hook_id",
         "is_dense_row_major",
-        "is_divided",
         "is_dtensor",
-        "kept_grad",
-        "kept_value",
+        "is_taken",
         "name",
         "num_elements",
         "num_fires",
@@ -60,13 +63,13 @@ class Slot:
         self.offset = 0
         # Holds a gradient that no reduction has seen yet (set by every backward, cleared by a reduction).
         self.dirty = False
-        self.ready = False
-        self.is_divided = False  # the gradient was divided on its way into the flat buffer
+        self.ready = False  # counted as complete in this window
         self.found_unused = False
-        # What lay in .grad when a compiled graph delivered, until autograd has filled .grad anew (engine/delivery.py).
-        self.kept_grad: Tensor | None = None
-        self.kept_value: Tensor | None = None  # a copy of it, where its memory was written over
+        # Its gradient was taken out of .grad into the flat buffer: what .grad holds from then on came afterwards.
+        self.is_taken = False
+        self.held: Tensor | None = None  # the tensor that was in .grad, to be put back with the result
         self.accumulator: Any = None  # autograd's node that adds into .grad, once asked for
+        self.hook_id = 0
         self.num_fires = 0
         self.expected_fires: int | None = None
 
@@ -76,40 +79,34 @@ class Slot:
 
 
 class LiveBucket:
-    """A bucket of the plan with its slots, its flat buffer while it travels, and its countdown."""
+    """A bucket of the plan with its slots, its flat buffer while it fills and travels, and its countdown."""
 
     __slots__ = (
         "all_row_major",
-        "came_clean",
         "collect_name",
-        "comes_from_graph",
+        "covered",
         "flat",
         "flight",
         "gradients",
-        "has_divided",
-        "has_kept",
-        "is_delivered",
-        "is_recorded",
+        "has_landed",
+        "has_left",
+        "has_taken",
+        "in_place",
         "is_sparse",
         "launch_name",
         "launched_ns",
         "layout",
         "left_because",
-        "num_adopted",
-        "num_clean_needed",
-        "num_clean_windows",
+        "left_in_graph",
+        "num_due",
         "num_pending",
-        "parameter_ids",
         "parameters",
         "persistent",
-        "probe",
         "skipped",
         "slots",
         "spare",
         "spec",
-        "staging",
-        "views_of_flat",
-        "was_sent",
+        "waits_for_hooks",
     )
 
     def __init__(self, spec: Bucket, slots: Sequence[Slot]) -> None:
@@ -130,54 +127,79 @@ class LiveBucket:
         self.launch_name = f"lockstep::launch bucket {spec.index}"
         self.collect_name = f"lockstep::collect bucket {spec.index}"
         self.parameters: list[Tensor] = [local_tensor(slot.parameter) for slot in slots]
-        self.parameter_ids = [id(slot.parameter) for slot in slots]
         # The usual case, for which one call packs.
         self.all_row_major = all(
             slot.is_dense_row_major and slot.num_elements and not slot.is_dtensor for slot in slots
         )
-        self.views_of_flat: list[Tensor] | None = None
-        self.num_adopted = 0  # gradients that point into the flat buffer
-        self.staging: Tensor | None = None  # the flat buffer, while it is filled before the launch
-        self.spare: Tensor | None = None  # the last flat buffer, to be used again once nobody's .grad lies in it
-        self.num_pending = len(self.slots)
+        # Memory: the buffer of this window, the one kept for the next.
         self.flat: Tensor | None = None
+        self.has_taken = False  # some gradients lie in the flat buffer already
+        self.in_place = False  # the flat buffer is the memory that the gradients lay in anyway
+        self.gradients: list[Tensor | None] = []  # what was packed, by slot
+        self.spare: Tensor | None = None  # the last flat buffer, to be used again once nobody's .grad lies in it
         self.persistent: Tensor | None = None
-        self.gradients: list[Tensor | None] = []
-        self.flight: Any = None
+        # The countdown, and the flight.
+        self.num_pending = len(self.slots)  # slots that hooks will bring, and deliveries of graphs
+        self.num_due = 0  # deliveries of graphs that are still to come in this pass
+        self.covered: set[Slot] | None = None  # the slots that those will bring
+        self.has_left = False
+        self.has_landed = False
         self.skipped = False
+        self.flight: Any = None
         self.launched_ns = 0
-        self.was_sent = False
-        self.has_divided = False
-        self.has_kept = False  # slots hold what lay in .grad before
-        # Of buckets that a compiled graph delivers, see engine/delivery.py.
-        self.is_delivered = False
-        self.is_recorded = False
-        self.came_clean = False
-        self.comes_from_graph = False  # a graph launched it the last time
-        self.left_because = ""  # why the last delivery was left to the hooks
-        self.num_clean_windows = 0
-        self.num_clean_needed = 1
-        self.probe: Tensor | None = None  # what was handed out, while it is watched who else adds to it
+        # For compiled graphs: whether it left from inside one the last time, and why not.
+        self.left_in_graph = False
+        self.left_because = ""
+        # Something came after it had left in the last window, on some rank: it leaves later in this one.
+        self.waits_for_hooks = False
 
-    def clear(self) -> None:
-        """Forget a launch."""
-        self.flat = self.flight = self.views_of_flat = self.staging = None
-        if self.has_divided:
-            self.has_divided = False
-            for slot in self.slots:
-                slot.is_divided = False
+    def open(self) -> None:
+        """A new window begins."""
+        self.num_pending = len(self.slots)
+        self.num_due = 0
+        self.covered = None
+        self.has_left = self.has_landed = self.skipped = self.left_in_graph = False
+
+    def forget_buffer(self) -> None:
+        """Let go of the flat buffer, when its content was handed out or is not wanted."""
+        self.flat = self.flight = None
         self.gradients = []
-        self.num_adopted = 0
-        self.has_kept = False
-        self.is_delivered = self.was_sent = False
+        self.in_place = False
+        if self.has_taken:
+            self.has_taken = False
+            for slot in self.slots:
+                slot.is_taken = False
+                slot.held = None
 
     @property
     def index(self) -> int:
         return self.spec.index
 
+    @property
+    def shown_names(self) -> str:
+        """Its parameters, for messages."""
+        names = self.spec.names
+        return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+
+    def travel_dtype(self) -> torch.dtype:
+        """The dtype it travels in: the widest of its parameters, which may have been cast since they were planned."""
+        dtypes = set(map(_dtype_of, map(_data_of, self.slots)))
+        widest = dtypes.pop()
+        for dtype in dtypes:
+            widest = torch.promote_types(widest, dtype)
+        return widest
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each parameter's part of ``flat``, in the parameter's own shape and memory order."""
         return [torch_private.alias(flat, shape, stride, offset) for shape, stride, offset in self.layout]
+
+    def view(self, slot: Slot) -> Tensor:
+        """One parameter's part of the flat buffer."""
+        assert self.flat is not None
+        return torch_private.alias(self.flat, slot.shape, slot.stride, slot.offset)
+
+
+_data_of = attrgetter("parameter")
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep import torch_private
-from lockstep.agree.watch import Watch
 from lockstep.engine.bucket import LiveBucket
 from lockstep.engine.reducer import Reducer
+from lockstep.engine.transport import Transport
 
 
 class DelayedReduction:
@@ -29,9 +28,8 @@ class DelayedReduction:
             if slot.parameter.requires_grad:
                 self._handles.append(slot.parameter.register_post_accumulate_grad_hook(self._came.add))
 
-    def use_process_group(self, process_group: dist.ProcessGroup, watch: Watch) -> None:
-        self._reducer.use_process_group(process_group)
-        self._reducer.watch = watch
+    def use_transport(self, transport: Transport) -> None:
+        self._reducer.use_transport(transport)
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -58,7 +56,6 @@ class DelayedReduction:
         for slot in bucket.slots:
             slot.dirty = True
         self._reducer.launch(bucket, gradients)
-        self._reducer.adopt(bucket)
 
     def _finish(self, waiting: list[LiveBucket]) -> None:
         self._came.clear()
@@ -67,4 +64,4 @@ class DelayedReduction:
                 self._launch(bucket)
             for bucket in self._reducer.buckets:
                 self._reducer.collect(bucket)
-                self._reducer.write_back(bucket)
+                self._reducer.hand_out(bucket)

@@ -36,11 +36,22 @@ class WorkFlight:
 
     def note_landing(self) -> None:
         """Take the time when the collective ends, wherever the waiting rank is then."""
+        if not self._blocks_host:
+            return
 
         def landed(_: object) -> None:
             self.landed_ns = now()
 
         self._work.get_future().add_done_callback(landed)
+
+    def then(self, after: Callable[[], Tensor]) -> WorkFlight:
+        """The same collective, whose result is what ``after`` makes of it."""
+        self._after = after
+        return self
+
+    def future(self) -> Any:
+        """torch's own handle on the collective."""
+        return self._work.get_future()
 
     def is_done(self) -> bool:
         return bool(self._work.is_completed())
@@ -76,18 +87,16 @@ class HookFlight:
         return value
 
 
-class NoFlight:
-    """Nothing to wait for."""
+class Landed:
+    """Nothing to wait for: there was nobody to send to, or it was done when it was started."""
 
     landed_ns: int | None = None
+
+    def __init__(self, result: Tensor | None = None) -> None:
+        self._result = result
 
     def is_done(self) -> bool:
         return True
 
     def land(self, watch: Watch, moment: Moment) -> Tensor | None:
-        return None
-
-
-def blocks_host(backend: str) -> bool:
-    """Whether waiting for a collective of this backend stops the host, so that it must be watched."""
-    return backend in ("gloo", "mpi", "ucc")
+        return self._result

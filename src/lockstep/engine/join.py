@@ -11,15 +11,13 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 
-from lockstep.engine.eager import EagerBackward
-from lockstep.engine.reducer import Reducer
+from lockstep.engine.step import SyncStep
 
 
 class Joining(Protocol):
     """What the join hook needs of the wrapper."""
 
-    reducer: Reducer
-    backward: EagerBackward
+    step: SyncStep
 
     def mirror_forward(self) -> None: ...
 
@@ -44,30 +42,12 @@ class MirrorHook(JoinHook):
         ddp.mirror_forward()
         if ddp.ask_whether_to_sync(has_joined=True):
             if self._own_gradients is None:
-                self._own_gradients = [slot.parameter.grad for slot in ddp.reducer.slots]
-            mirror_backward(ddp.reducer, ddp.backward)
+                self._own_gradients = [slot.parameter.grad for slot in ddp.step.reducer.slots]
+            ddp.step.mirror_window()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All ranks have joined: everyone takes the model of one that trained to the end."""
         if self._own_gradients is not None:  # what mirroring left in .grad is not this rank's
-            for slot, gradient in zip(self._ddp.reducer.slots, self._own_gradients, strict=True):
-                slot.parameter.grad = gradient
+            for slot, gradient in zip(self._ddp.step.reducer.slots, self._own_gradients, strict=True):
+                self._ddp.step.reducer.memory.set(slot, gradient)
         self._ddp.sync_final_model(is_last_joiner)
-
-
-def mirror_backward(reducer: Reducer, backward: EagerBackward) -> None:
-    """Contribute zeros to every bucket, in the order of the others: launch all, say what is used, collect.
-
-    The mean gradients are kept, because an optimizer that is part of the join (ZeRO) steps its share with them.
-    """
-    for bucket in reducer.buckets:
-        reducer.launch(bucket, [None] * len(bucket.slots))
-    reducer.land_unordered()
-    is_used = backward.agree_as_joined()
-    for bucket in reducer.buckets:
-        if bucket.flight is not None:
-            reducer.collect(bucket)
-        for slot in bucket.slots:
-            slot.parameter.grad = None
-        reducer.write_back(bucket, is_used)
-    backward.num_synced_passes += 1

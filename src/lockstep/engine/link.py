@@ -10,12 +10,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lockstep import torch_private
 from lockstep.agree.watch import Watch
-from lockstep.engine.flight import WorkFlight, blocks_host
+from lockstep.engine.flight import WorkFlight
+from lockstep.engine.transport import Transport
 from lockstep.plan.link import LinkModel
 from lockstep.plan.table import human_bytes
 
@@ -40,19 +39,18 @@ def measure_link(
     """
     if process_group.size() == 1:
         return LinkModel.free()
-    return _Probe(process_group, device, watch, budget_seconds).measure()
+    transport = Transport(process_group, watch if watch is not None else Watch(None, process_group.rank()))
+    return _Probe(transport, device, budget_seconds).measure()
 
 
 class _Probe:
     """One measurement: its buffer, its clock, and what the ranks agreed on so far."""
 
-    def __init__(self, process_group: Any, device: torch.device, watch: Watch | None, budget_seconds: float) -> None:
-        self._process_group = process_group
+    def __init__(self, transport: Transport, device: torch.device, budget_seconds: float) -> None:
+        self._transport = transport
         self._device = device
-        self._watch = watch if watch is not None else Watch(None, process_group.rank())
         self._budget_seconds = budget_seconds
-        self._blocks_host = blocks_host(torch_private.backend_name(process_group, device))
-        self._num_queued = 1 if self._blocks_host else _NUM_QUEUED
+        self._num_queued = 1 if transport.blocks_host(device) else _NUM_QUEUED
         self._largest_bytes = _LARGEST_BYTES.get(device.type, _LARGEST_BYTES["cpu"])
         # Zeros stay zeros however often they are summed; written once, so that no page is touched while the clock runs.
         self._buffer = torch.empty(self._largest_bytes // 4, dtype=torch.float32, device=device).zero_()
@@ -86,20 +84,19 @@ class _Probe:
         self._synchronize()
         start = perf_counter()
         for _ in range(self._num_queued):
-            self._all_reduce(message, dist.ReduceOp.SUM)
+            self._land(self._transport.start_all_reduce(message, mean=False), message)
         self._synchronize()
         return max((perf_counter() - start) / self._num_queued, 1e-9)
 
     def _agree(self, *numbers: float) -> list[float]:
         """The largest of each number over all ranks."""
         agreed = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        self._all_reduce(agreed, dist.ReduceOp.MAX)
+        self._land(self._transport.start_max(agreed), agreed)
         return agreed.tolist()
 
-    def _all_reduce(self, tensor: Tensor, op: Any) -> None:
-        work = torch_private.all_reduce(self._process_group, tensor, op)
+    def _land(self, flight: WorkFlight, tensor: Tensor) -> None:
         size = human_bytes(tensor.numel() * tensor.element_size())
-        WorkFlight(work, self._blocks_host).land(self._watch, lambda: f"the measurement of the link ({size})")
+        self._transport.land(flight, f"the measurement of the link ({size})")
 
     def _synchronize(self) -> None:
         if self._device.type != "cpu":

@@ -13,19 +13,20 @@ from torch import nn
 
 from lockstep import torch_private
 from lockstep.engine.bucket import LiveBucket
-from lockstep.engine.eager import EagerBackward
+from lockstep.engine.exchange import HookExchange
+from lockstep.engine.step import SyncStep
 
 
-def take_over_optimizers(backward: EagerBackward, parameters: Sequence[nn.Parameter]) -> None:
+def take_over_optimizers(step: SyncStep, parameters: Sequence[nn.Parameter]) -> None:
     owned = [p for p in parameters if hasattr(p, "_in_backward_optimizers")]
     if not owned:
         return
-    if backward.reducer.comm_hook is not None:
+    if isinstance(step.reducer.exchange, HookExchange):
         raise RuntimeError(
             "Optimizers in the backward and a communication hook cannot both finish a bucket. Remove the hook "
-            f"({backward.reducer.comm_hook_name}) or step the optimizer after the backward."
+            f"({step.reducer.exchange.name}) or step the optimizer after the backward."
         )
-    if backward.before_write_back is not None:
+    if step.before_hand_out is not None:
         raise RuntimeError(
             "Optimizers in the backward and mixed_precision do not go together: an optimizer would step the "
             "low-precision copies. Step the optimizer after the backward, or use torch.autocast."
@@ -42,6 +43,6 @@ def take_over_optimizers(backward: EagerBackward, parameters: Sequence[nn.Parame
                 for optimizer in getattr(slot.parameter, "_in_backward_optimizers", ()):
                     optimizer.step()
                 if hasattr(slot.parameter, "_in_backward_optimizers"):
-                    slot.parameter.grad = None
+                    step.reducer.memory.set(slot, None)
 
-    backward.after_bucket = step_bucket
+    step.after_bucket = step_bucket

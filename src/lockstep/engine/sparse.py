@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lockstep import torch_private
-from lockstep.agree.watch import Watch
 from lockstep.engine.bucket import Slot
-from lockstep.engine.flight import Flight, Moment, WorkFlight, blocks_host
+from lockstep.engine.flight import Flight, Landed
+from lockstep.engine.transport import Transport
 
 
 def pack_sparse(slot: Slot, gradient: Tensor | None) -> Tensor:
@@ -23,71 +21,43 @@ def pack_sparse(slot: Slot, gradient: Tensor | None) -> Tensor:
 
 
 def start_sparse(
-    gradient: Tensor,
-    process_group: dist.ProcessGroup,
-    backend: str,
-    *,
-    divisor: float,
-    known_rows: Tensor | None,
+    gradient: Tensor, transport: Transport, *, factor: float, known_rows: Tensor | None, name: str
 ) -> Flight:
     """Start the mean over the group: of known rows, by the backend's own sparse sum, or by gathering."""
     if known_rows is not None:
-        return _start_known_rows(gradient, process_group, backend, divisor, known_rows.to(gradient.device))
-    if backend == "gloo":
-        gradient.div_(divisor)
-        return WorkFlight(dist.all_reduce(gradient, group=process_group, async_op=True), blocks_host=True)
-    return _Landed(gather_sparse_sum(gradient, process_group, divisor))
+        return _start_known_rows(gradient, transport, factor, known_rows.to(gradient.device), name)
+    if transport.backend(gradient.device) == "gloo":
+        return transport.start_sparse_all_reduce(gradient.mul_(factor), name)
+    return Landed(gather_sparse_sum(gradient, transport, factor))
 
 
-def _start_known_rows(
-    gradient: Tensor, process_group: dist.ProcessGroup, backend: str, divisor: float, rows: Tensor
-) -> Flight:
+def _start_known_rows(gradient: Tensor, transport: Transport, factor: float, rows: Tensor, name: str) -> Flight:
     """All ranks said beforehand which rows any of them touches: a dense all-reduce of just those rows."""
-    dense = gradient.to_dense().index_select(0, rows) / divisor
-    work = torch_private.all_reduce(process_group, dense, dist.ReduceOp.SUM)
-
-    def as_sparse() -> Tensor:
-        return torch.sparse_coo_tensor(rows.unsqueeze(0), dense, gradient.shape).coalesce()
-
-    return WorkFlight(work, blocks_host(backend), after=as_sparse)
+    dense = gradient.to_dense().index_select(0, rows) * factor
+    flight = transport.start_all_reduce(dense, mean=False, name=name)
+    return flight.then(lambda: torch.sparse_coo_tensor(rows.unsqueeze(0), dense, gradient.shape).coalesce())
 
 
-class _Landed:
-    """A reduction that was done when it was started."""
-
-    landed_ns: int | None = None
-
-    def __init__(self, result: Tensor) -> None:
-        self._result = result
-
-    def is_done(self) -> bool:
-        return True
-
-    def land(self, watch: Watch, moment: Moment) -> Tensor | None:
-        return self._result
-
-
-def gather_sparse_sum(gradient: Tensor, process_group: dist.ProcessGroup, divisor: float) -> Tensor:
+def gather_sparse_sum(gradient: Tensor, transport: Transport, factor: float) -> Tensor:
     """The mean of sparse gradients on a backend without sparse collectives: gather indices and values, then add.
 
     Sizes are exchanged first, parts are padded to the largest; ranks add in rank order, so results are bitwise equal.
     """
     gradient = gradient.coalesce()
-    world = dist.get_world_size(process_group)
-    count = torch.tensor([gradient._nnz()], device=gradient.device)
-    counts = [torch.empty_like(count) for _ in range(world)]
-    dist.all_gather(counts, count, group=process_group)
-    num_entries = [int(c.item()) for c in counts]
+
+    def gather(part: Tensor) -> list[Tensor]:
+        return transport.all_gather(part, lambda: "the exchange of a sparse gradient")
+
+    counts = gather(torch.tensor([gradient._nnz()], device=gradient.device))
+    num_entries = [int(count.item()) for count in counts]
     longest = max(1, *num_entries)
 
     def gather_padded(part: Tensor) -> list[Tensor]:
         padded = part.new_zeros((longest, *part.shape[1:]))
         padded[: part.shape[0]] = part
-        parts = [torch.empty_like(padded) for _ in range(world)]
-        dist.all_gather(parts, padded, group=process_group)
-        return [p[:n] for p, n in zip(parts, num_entries, strict=True)]
+        return [whole[:num] for whole, num in zip(gather(padded), num_entries, strict=True)]
 
     indices = gather_padded(gradient.indices().t().contiguous())
     values = gather_padded(gradient.values())
-    total = torch.sparse_coo_tensor(torch.cat(indices).t(), torch.cat(values) / divisor, gradient.shape)
+    total = torch.sparse_coo_tensor(torch.cat(indices).t(), torch.cat(values) * factor, gradient.shape)
     return total.coalesce()

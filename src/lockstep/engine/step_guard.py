@@ -1,7 +1,7 @@
 """The last line of the proof of sync: no optimizer steps on gradients that were not reduced.
 
-One hook on all optimizers looks at the wrappers that are alive.  It costs a set lookup per step, and touches the
-parameters only when something is wrong.
+One hook on all optimizers looks at the steps that are alive.  It also counts how often each model was updated, which is
+part of what ranks compare: an extra backward on one rank shows as an update that it has not made yet.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep import errors
-from lockstep.engine.eager import EagerBackward
+from lockstep.engine.step import State, SyncStep
 
-_watched: weakref.WeakSet[EagerBackward] = weakref.WeakSet()
+_watched: weakref.WeakSet[SyncStep] = weakref.WeakSet()
 _installed = False
+# Which steps an optimizer updates, as long as it holds as many parameters.
+_touched: weakref.WeakKeyDictionary[Any, tuple[Any, list[weakref.ref[SyncStep]]]] = weakref.WeakKeyDictionary()
 
 
-def watch(backward: EagerBackward) -> None:
-    """Check ``backward`` before every optimizer step from now on."""
+def watch(step: SyncStep) -> None:
+    """Check ``step`` before every optimizer step from now on."""
     global _installed
-    _watched.add(backward)
+    _watched.add(step)
+    _touched.clear()
     if not _installed:
         _installed = True
         register_optimizer_step_pre_hook(_before_step)
@@ -32,42 +35,53 @@ def watch(backward: EagerBackward) -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return  # a compiled step is traced once; the check would be traced away with it
-    for backward in _watched:
-        if not backward.is_attached:
-            continue  # its wrapper is gone
-        recorded = backward.deliveries.recorded
-        if recorded and not backward.is_in_a_pass and _ids(optimizer) & set(map(id, recorded)):
-            backward.deliveries.require_seen()
-        if backward.window.is_open and not backward.is_collecting:
-            _stop_unfinished(backward, optimizer)
-        elif backward.holds_local_gradients and backward.reducer.world > 1:
-            _warn_local(backward, optimizer)
+    for reference in _steps_of(optimizer):
+        step = reference()
+        if step is None:
+            continue
+        if step.state is not State.IDLE:
+            if not step.is_collecting:
+                _stop_unfinished(step, optimizer)
+        elif step.holds_local_gradients and step.reducer.world > 1:
+            _warn_local(step, optimizer)
+        if step.has_fresh_gradients:
+            step.has_fresh_gradients = False
+            step.num_updates += 1
+
+
+def _steps_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[SyncStep]]:
+    size = [len(group["params"]) for group in optimizer.param_groups]
+    known = _touched.get(optimizer)
+    if known is not None and known[0] == size:
+        return known[1]
+    ids = _ids(optimizer)
+    steps = [weakref.ref(step) for step in _watched if any(id(slot.parameter) in ids for slot in step.reducer.slots)]
+    _touched[optimizer] = (size, steps)
+    return steps
 
 
 def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
-def _stop_unfinished(backward: EagerBackward, optimizer: torch.optim.Optimizer) -> None:
+def _stop_unfinished(step: SyncStep, optimizer: torch.optim.Optimizer) -> None:
     stepped = _ids(optimizer)
-    slots = backward.reducer.slots
-    if not any(id(slot.parameter) in stepped and slot.parameter.grad is not None for slot in slots):
+    slots = step.reducer.slots
+    if not any(id(slot.parameter) in stepped and (slot.is_taken or slot.parameter.grad is not None) for slot in slots):
         return
     error = errors.optimizer_before_reduction(
-        [slot.place for slot in backward.window.missing],
-        rank=backward.reducer.rank,
-        num_parameters=len(slots),
+        [slot.place for slot in step.missing], rank=step.reducer.rank, num_parameters=len(slots)
     )
-    backward.reducer.watch.post_failure(error)
+    step.reducer.transport.watch.post_failure(error)
     raise error
 
 
-def _warn_local(backward: EagerBackward, optimizer: torch.optim.Optimizer) -> None:
+def _warn_local(step: SyncStep, optimizer: torch.optim.Optimizer) -> None:
     stepped = _ids(optimizer)
     names = [
         slot.name
-        for slot in backward.reducer.slots
+        for slot in step.reducer.slots
         if slot.dirty and slot.parameter.grad is not None and id(slot.parameter) in stepped
     ]
     if names:
-        warnings.warn(errors.stepping_on_local_gradients(names, rank=backward.reducer.rank), stacklevel=4)
+        warnings.warn(errors.stepping_on_local_gradients(names, rank=step.reducer.rank), stacklevel=4)

@@ -18,12 +18,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from lockstep import torch_private
-from lockstep.engine.bucket import LiveBucket, Slot
-from lockstep.engine.delivery import slot_of
-from lockstep.engine.eager import EagerBackward
+from lockstep.engine.bucket import Slot, is_dense
+from lockstep.engine.feeders.graph import Region
+from lockstep.engine.feeders.registry import slot_of
+from lockstep.engine.step import SyncStep
 from lockstep.graph import joint
 from lockstep.graph.fingerprint import GraphFacts, describe_graph
 from lockstep.graph.joint import GraphRecord, Group, Member
@@ -41,7 +43,8 @@ class OverlapCompiler:
 
     def __init__(
         self,
-        backward: EagerBackward,
+        step: SyncStep,
+        graphs: list[GraphRecord],
         backend: Callable[..., Any],
         strategy: str | None,
         caps: BucketCaps,
@@ -49,7 +52,8 @@ class OverlapCompiler:
         settle_plan: Callable[[fx.GraphModule, dict[int, Slot], list[list[str]] | None], None] | None = None,
         turns: CompileTurns | None = None,
     ) -> None:
-        self._backward = backward
+        self._step = step
+        self._graphs = graphs
         self._backend = backend
         self._strategy = strategy
         self._caps = caps
@@ -61,7 +65,7 @@ class OverlapCompiler:
         compile_graph = graph_compiler(self._backend)
         strategy = self._strategy or ("split" if compile_graph is None else "graph")
         record = GraphRecord(region_name(gm), strategy, frozenset(slot.name for slot in slots.values()))
-        self._backward.graphs.append(record)
+        self._graphs.append(record)
         if strategy == "none":
             return self._compile_as_it_is(gm, inputs, self._announce(gm, inputs, slots, record), **options)
         if strategy == "split":
@@ -78,8 +82,9 @@ class OverlapCompiler:
             )
         if self._settle_plan is not None:
             self._settle_plan(gm, slots, None)
-        record.groups, record.left_out = find_groups(self._backward, slots)
-        return compile_graph(gm, inputs, record, self._announce(gm, inputs, slots, record), **options)
+        record.groups, record.left_out = find_groups(self._step, slots)
+        compiled = compile_graph(gm, inputs, record, self._announce(gm, inputs, slots, record), **options)
+        return Region(compiled, record.input_groups())
 
     def _announce(
         self, gm: fx.GraphModule, inputs: Sequence[Any], slots: dict[int, Slot], record: GraphRecord
@@ -135,7 +140,7 @@ class OverlapCompiler:
         slots = {}
         for index, value in enumerate(inputs):
             found = slot_of(value) if isinstance(value, Tensor) else None
-            if found is not None and found[0] is self._backward:
+            if found is not None and found[0] is self._step:
                 slots[index] = found[1]
         return slots
 
@@ -144,7 +149,7 @@ class OverlapCompiler:
     ) -> Callable[..., Any]:
         splitter = SplitOptimizer(self._caps.cap_bytes, self._compile_as_it_is, ignores=self._is_ignored)
         if self._settle_plan is not None and slots:
-            names = {id(slot.parameter): slot.name for slot in self._backward.reducer.slots}
+            names = {id(slot.parameter): slot.name for slot in self._step.reducer.slots}
             buckets = splitter.find_buckets(gm, inputs)
             groups = [[names[id(member)] for member in bucket if id(member) in names] for bucket in buckets]
             self._settle_plan(gm, slots, [group for group in groups if group])
@@ -164,34 +169,33 @@ def region_name(gm: fx.GraphModule) -> str:
     return "a function"
 
 
-def find_groups(backward: EagerBackward, slots: dict[int, Slot]) -> tuple[list[Group], dict[str, str]]:
-    """The buckets that a graph with these parameters covers as a whole, and why the others are left to the hooks."""
-    index_of = {id(slot): index for index, slot in slots.items()}
-    groups: list[Group] = []
+def find_groups(step: SyncStep, slots: dict[int, Slot]) -> tuple[list[Group], dict[str, str]]:
+    """What a graph with these parameters delivers together: by bucket and dtype; and why others are left to hooks."""
+    members: dict[tuple[int, torch.dtype], list[Member]] = {}
     left_out: dict[str, str] = {}
-    for bucket in backward.reducer.buckets:
-        covered = [slot for slot in bucket.slots if id(slot) in index_of]
-        why = _why_not(backward, bucket, covered)
-        if why is None and covered:
-            members = [Member(s.name, index_of[id(s)], tuple(s.shape), tuple(s.stride), s.offset) for s in bucket.slots]
-            groups.append(Group(bucket.index, tuple(members)))
-        elif why is not None:
-            left_out |= {slot.name: why for slot in covered}
-    return groups, left_out
+    order = {id(slot): position for bucket in step.reducer.buckets for position, slot in enumerate(bucket.slots)}
+    for index, slot in sorted(slots.items(), key=lambda item: (item[1].bucket.index, order[id(item[1])])):
+        why = _why_not(step, slot)
+        if why is not None:
+            left_out[slot.name] = why
+            continue
+        parameter = slot.parameter
+        member = Member(slot.name, index, tuple(parameter.shape), tuple(parameter.stride()), slot.num_elements)
+        members.setdefault((slot.bucket.index, parameter.dtype), []).append(member)
+    return [Group(bucket, tuple(group)) for (bucket, _), group in members.items()], left_out
 
 
-def _why_not(backward: EagerBackward, bucket: LiveBucket, covered: Sequence[Slot]) -> str | None:
-    if len(covered) < len(bucket.slots):
-        other = next(slot for slot in bucket.slots if slot not in covered)
-        return f"its bucket {bucket.index} also holds {other.name}, which this graph does not use"
-    if bucket.is_sparse:
+def _why_not(step: SyncStep, slot: Slot) -> str | None:
+    if slot.bucket.is_sparse:
         return "its gradient is sparse"
-    if backward.reducer.reduce_dtype is not None:
+    if step.reducer.memory.reduce_dtype is not None:
         return "native mixed precision reduces in another dtype"
-    if any(slot.is_dtensor for slot in bucket.slots):
+    if slot.is_dtensor:
         return "it is a DTensor"
-    if any(slot.parameter.stride() != slot.stride for slot in bucket.slots):
-        return "its memory order was changed after the model was wrapped"
+    if not slot.parameter.requires_grad:
+        return "it is frozen"
+    if not is_dense(slot.parameter):
+        return "it does not fill its memory without gaps"
     return None
 
 
@@ -241,7 +245,7 @@ def _compile_with_inductor(
     key = record.key()
     for setting, put in (
         ("joint_custom_post_pass", joint.put_launches),
-        ("post_grad_custom_post_pass", joint.put_collects),
+        ("post_grad_custom_post_pass", joint.hoist_launches),
     ):
         theirs = torch_private.inductor_setting(setting, patches)
         patches[setting] = torch_private.graph_pass(partial(put, record=record), f"{setting} {key}", before=theirs)
@@ -264,14 +268,14 @@ def _compile_with_aot(
         joint_module.recompile()
         return partition(joint_module, *args, **kwargs)
 
-    def put_collects_and_compile(backward_module: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        joint.put_collects(backward_module.graph, record)
+    def hoist_launches_and_compile(backward_module: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        joint.hoist_launches(backward_module.graph, record)
         backward_module.recompile()
         return compile_backward(backward_module, *args, **kwargs)
 
     changed = {
         **parts,
         "partition_fn": put_launches_and_partition,
-        "bw_compiler": put_collects_and_compile,
+        "bw_compiler": hoist_launches_and_compile,
     }
     return torch_private.aot_backend(changed)(gm, inputs, **options)

@@ -127,7 +127,7 @@ def _described(record: GraphRecord, buckets: Sequence[LiveBucket]) -> CompiledGr
                 0 if bucket is None else bucket.spec.num_bytes,
                 names,
                 fractions.get(group.bucket),
-                bucket is not None and bucket.comes_from_graph,
+                bucket is not None and bucket.left_in_graph,
                 "the plan has changed since" if bucket is None else bucket.left_because,
             )
         )
@@ -140,7 +140,7 @@ def _shared_graphs(graphs: Sequence[CompiledGraph], buckets: Sequence[LiveBucket
     launches = tuple(
         LaunchFacts(bucket.index, bucket.spec.num_bytes, bucket.spec.names, None, True, "")
         for bucket in buckets
-        if bucket.comes_from_graph and bucket.spec.names not in known
+        if bucket.left_in_graph and bucket.spec.names not in known
     )
     if launches:
         yield CompiledGraph("compiled for another module of the same kind", "graph", 0, launches)

@@ -1,7 +1,7 @@
-"""The two graph passes: where ``launch`` and ``collect`` are put.
+"""The two graph passes: where ``launch`` is put.
 
 ``put_launches`` works on the joint graph of forward and backward, before it is cut in two: that way the parameters
-which ``launch`` takes become inputs of the backward like anything else it needs.  ``put_collects`` works on the
+which ``launch`` takes become inputs of the backward like anything else it needs.  ``hoist_launches`` works on the
 backward graph when the compiler has finished with it.
 """
 
@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,23 +19,25 @@ from lockstep import torch_private
 from lockstep.graph import ops
 
 _NARROW = (torch.bfloat16, torch.float16)
+# What the passes make of a graph; caches outlive an upgrade, so it grows whenever that changes (a test watches it).
+VERSION = 2
 _GROUP_KEY = "lockstep_group"  # in the meta of a launch: which of the record's groups it is
 
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter of a group: which input of the graph it is, and where its gradient lies in the flat buffer."""
+    """A parameter of a group, and which input of the graph it is."""
 
     name: str
     input_index: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
+    num_elements: int
 
 
 @dataclass(frozen=True)
 class Group:
-    """The parameters of one bucket, all of them inputs of one graph."""
+    """Parameters of one bucket and one dtype, all of them inputs of one graph."""
 
     bucket: int
     members: tuple[Member, ...]
@@ -66,14 +66,12 @@ class GraphRecord:
     num_backward_nodes: int = 0
 
     def key(self) -> str:
-        """Names the outcome for compile caches: another plan, or another version of us, must not find this graph."""
-        return hashlib.blake2b(_own_code() + repr(self.groups).encode(), digest_size=16).hexdigest()
+        """Names the outcome for compile caches: another plan, or another way of putting launches, must not find it."""
+        return hashlib.blake2b(f"{VERSION} {self.groups!r}".encode(), digest_size=16).hexdigest()
 
-
-@cache
-def _own_code() -> bytes:
-    """What the passes and the operators are made of; caches outlive an upgrade."""
-    return Path(__file__).read_bytes() + Path(ops.__file__).read_bytes()
+    def input_groups(self) -> list[list[int]]:
+        """Each group as the indices of its parameters among the graph's inputs."""
+        return [[member.input_index for member in group.members] for group in self.groups]
 
 
 def put_launches(graph: fx.Graph, record: GraphRecord) -> None:
@@ -86,10 +84,9 @@ def put_launches(graph: fx.Graph, record: GraphRecord) -> None:
     results = list(output.args[0])  # type: ignore[arg-type]
     order = {node: position for position, node in enumerate(graph.nodes)}
     placed: list[Group] = []
-    for group in record.groups:
-        why = _why_not(group, gradient_positions, inputs, results)
-        if why is not None:
-            record.left_out |= {member.name: why for member in group.members}
+    for candidate in record.groups:
+        group = _with_gradients(candidate, gradient_positions, inputs, results, record.left_out)
+        if not group.members:
             continue
         computed = [results[gradient_positions[m.input_index]] for m in group.members]
         gradients = [_before_cast(node) for node in computed]
@@ -98,15 +95,16 @@ def put_launches(graph: fx.Graph, record: GraphRecord) -> None:
         with graph.inserting_after(last):
             flat = graph.call_function(ops.launch, (gradients, parameters))
         flat.meta["val"] = _fake_flat(parameters)
-        before = flat
+        before, offset = flat, 0
         for member, gradient in zip(group.members, computed, strict=True):
             with graph.inserting_after(before):
                 view = graph.call_function(
-                    torch.ops.aten.as_strided.default, (flat, member.shape, member.stride, member.offset)
+                    torch.ops.aten.as_strided.default, (flat, member.shape, member.stride, offset)
                 )
-            view.meta["val"] = flat.meta["val"].as_strided(member.shape, member.stride, member.offset)
+            view.meta["val"] = flat.meta["val"].as_strided(member.shape, member.stride, offset)
             torch_private.copy_node_origin(gradient, view)
             results[gradient_positions[member.input_index]] = before = view
+            offset += member.num_elements
         torch_private.copy_node_origin(last, flat)
         order[flat] = order[last]
         flat.meta[_GROUP_KEY] = len(placed)
@@ -116,19 +114,36 @@ def put_launches(graph: fx.Graph, record: GraphRecord) -> None:
     graph.lint()
 
 
-def _why_not(
-    group: Group, gradient_positions: dict[int, int], inputs: dict[int, fx.Node], results: Sequence[Any]
-) -> str | None:
+def _with_gradients(
+    group: Group,
+    gradient_positions: dict[int, int],
+    inputs: dict[int, fx.Node],
+    results: Sequence[Any],
+    left_out: dict[str, str],
+) -> Group:
+    """Those members of the group whose gradients the graph computes as plain tensors."""
+    members = []
     for member in group.members:
-        node = inputs.get(member.input_index)
-        position = gradient_positions.get(member.input_index)
-        if node is None or position is None or not isinstance(results[position], fx.Node):
-            return f"the graph computes no gradient for {member.name}, which is in its bucket"
-        gradient = results[position].meta.get("val")
-        if not isinstance(gradient, Tensor) or gradient.shape != member.shape or gradient.layout != torch.strided:
-            return f"the gradient of {member.name} is not a dense tensor of its shape"
-        if gradient.dtype != node.meta["val"].dtype:
-            return f"the gradient of {member.name} has another dtype than the parameter"
+        why = _why_not(member, gradient_positions, inputs, results)
+        if why is None:
+            members.append(member)
+        else:
+            left_out[member.name] = why
+    return Group(group.bucket, tuple(members))
+
+
+def _why_not(
+    member: Member, gradient_positions: dict[int, int], inputs: dict[int, fx.Node], results: Sequence[Any]
+) -> str | None:
+    node = inputs.get(member.input_index)
+    position = gradient_positions.get(member.input_index)
+    if node is None or position is None or not isinstance(results[position], fx.Node):
+        return "the graph computes no gradient for it"
+    gradient = results[position].meta.get("val")
+    if not isinstance(gradient, Tensor) or gradient.shape != member.shape or gradient.layout != torch.strided:
+        return "its gradient is not a dense tensor of its shape"
+    if gradient.dtype != node.meta["val"].dtype:
+        return "its gradient has another dtype than the parameter"
     return None
 
 
@@ -156,18 +171,12 @@ def _before_cast(gradient: fx.Node) -> fx.Node:
     return gradient
 
 
-def put_collects(graph: fx.Graph, record: GraphRecord) -> None:
-    """Launch as early as the gradients allow, and wait for everything just before the backward returns."""
+def hoist_launches(graph: fx.Graph, record: GraphRecord) -> None:
+    """Launch as early as the gradients allow."""
     launches = [node for node in graph.nodes if node.target is ops.launch]
-    if not launches:
-        return
-    _hoist(graph, launches)
-    output = graph.output_node()
-    with graph.inserting_before(output):
-        collect = graph.call_function(ops.collect, (launches,))
-    collect.meta["val"] = None
-    torch_private.copy_node_origin(launches[-1], collect)
-    _record_positions(graph, launches, record)
+    if launches:
+        _hoist(graph, launches)
+        _record_positions(graph, launches, record)
 
 
 def _hoist(graph: fx.Graph, launches: Sequence[fx.Node]) -> None:

@@ -1,15 +1,12 @@
-"""The two operators that a compiled backward calls: ``launch`` and ``collect``.
+"""The operator that a compiled backward calls: ``launch``.
 
-    launch(grads, parameters) -> flat     the gradients of one bucket, as one buffer that is on its way
-    collect(flats)                        wait until these buffers have arrived
+    launch(grads, parameters) -> flat     the gradients of one bucket, or of a part of one, are there
 
-They are opaque to the compiler, and what they do is decided when they run: whether this pass synchronises
-(``no_sync``), what the communication hook does, what has accumulated in ``.grad`` before.  So none of that needs
-another graph.  ``launch`` is given the parameters themselves, not an index: one compiled graph may serve several
-modules of the same shape (blocks of a model, two wrapped models), and each call then finds its own bucket.
-
-[Note: one buffer, not its parts]  ``launch`` could return the gradients as parts of the buffer, and spare the graph the
-work of taking views. But what an operator returns must not share memory, and a compiler may take each part as aligned.
+It is opaque to the compiler, and what it does is decided when it runs: whether this pass synchronises (``no_sync``),
+what the communication hook does, what has accumulated in ``.grad`` before.  So none of that needs another graph.
+``launch`` is given the parameters themselves, not an index: one compiled graph may serve several modules of the same
+shape (blocks of a model, two wrapped models), and each call then finds its own bucket.  The graph's results are parts of
+the buffer that comes back; autograd gets them only where the gradients were not taken (``engine/feeders/graph.py``).
 
 [Note: a list, never a cat]  The gradients go in as a list and are packed outside of the graph.  A ``cat`` in the graph
 would be fused with the reductions that make the gradients; on the GPU that once gave layer-norm gradients that were
@@ -22,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lockstep import torch_private
-from lockstep.engine import delivery
+from lockstep.engine.feeders import graph as feeder
 
 # The memory order of the gradients does not matter, since they are packed one by one; and a CUDA graph must not record
 # what is decided anew in each step.
@@ -30,7 +27,6 @@ _TAGS = (torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe, torch.Tag.pt2_co
 
 _library = torch.library.Library("lockstep", "DEF")
 _library.define("launch(Tensor[] grads, Tensor[] parameters) -> Tensor", tags=_TAGS)
-_library.define("collect(Tensor(a!)[] flats) -> ()", tags=_TAGS)
 
 
 # Where a backward is called by compiled code, or by compiled autograd, the compiler watches while these run; there is
@@ -38,13 +34,7 @@ _library.define("collect(Tensor(a!)[] flats) -> ()", tags=_TAGS)
 @torch.library.impl(_library, "launch", "CompositeExplicitAutograd")
 @torch_private.without_compiler
 def _launch(grads: list[Tensor], parameters: list[Tensor]) -> Tensor:
-    return delivery.deliver(grads, parameters)
-
-
-@torch.library.impl(_library, "collect", "CompositeExplicitAutograd")
-@torch_private.without_compiler
-def _collect(flats: list[Tensor]) -> None:
-    delivery.land(flats)
+    return feeder.deliver(grads, parameters)
 
 
 @torch.library.register_fake("lockstep::launch", lib=_library)
@@ -53,10 +43,4 @@ def _fake_launch(grads: list[Tensor], parameters: list[Tensor]) -> Tensor:
     return torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
 
 
-@torch.library.register_fake("lockstep::collect", lib=_library)
-def _fake_collect(flats: list[Tensor]) -> None:
-    return None
-
-
 launch = torch.ops.lockstep.launch.default
-collect = torch.ops.lockstep.collect.default

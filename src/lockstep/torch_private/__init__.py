@@ -30,15 +30,22 @@ if TYPE_CHECKING:
 
 _NAMES_BY_PART = {
     "autograd": (
+        "accumulation_positions",
         "current_dist_autograd_context",
+        "current_node",
         "engine_will_run",
         "gradient_accumulator",
+        "graph_task_id",
+        "hooks_after",
         "in_backward",
         "in_nested_backward",
+        "is_compiled_node",
         "memory_owners",
+        "move_hook_to_end",
         "only_hooks_are_ours",
         "preserve_version_counter",
         "queue_backward_callback",
+        "will_run_all",
     ),
     "backends": (
         "aot_backend",
@@ -51,7 +58,12 @@ _NAMES_BY_PART = {
         "backend_name",
         "default_group",
         "default_store",
+        "group_timeout",
+        "has_host_groups",
+        "host_all_reduce",
+        "host_group",
         "rank_not_in_group",
+        "watch_collectives",
     ),
     "ddp": (
         "BufferCommHookLocation",

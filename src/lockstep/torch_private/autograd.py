@@ -12,15 +12,22 @@ import torch.distributed as dist
 from torch.autograd import Variable
 
 __all__ = [
+    "accumulation_positions",
     "current_dist_autograd_context",
+    "current_node",
     "engine_will_run",
     "gradient_accumulator",
+    "graph_task_id",
+    "hooks_after",
     "in_backward",
     "in_nested_backward",
+    "is_compiled_node",
     "memory_owners",
+    "move_hook_to_end",
     "only_hooks_are_ours",
     "preserve_version_counter",
     "queue_backward_callback",
+    "will_run_all",
 ]
 
 
@@ -33,13 +40,16 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 
 
 _hooks_before = attrgetter("_backward_hooks")
-_hooks_after = attrgetter("_post_accumulate_grad_hooks")
+
+# The hooks that run after a parameter's gradient was accumulated, by id and in order; there is a public way to add one,
+# and none to see the others.
+hooks_after: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
 
 
 def only_hooks_are_ours(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether nobody but one hook after accumulation looks at these parameters' gradients on their way."""
     try:
-        return not any(map(_hooks_before, parameters)) and set(map(len, map(_hooks_after, parameters))) == {1}
+        return not any(map(_hooks_before, parameters)) and set(map(len, map(hooks_after, parameters))) == {1}
     except TypeError:  # one of them has none at all
         return False
 
@@ -103,3 +113,45 @@ def current_dist_autograd_context() -> int | None:
         return int(_current_context()._context_id())
     except RuntimeError:
         return None
+
+
+def current_node() -> Any:
+    """The autograd node that the engine evaluates on this thread; None outside of a backward."""
+    return torch._C._current_autograd_node()
+
+
+def will_run_all(nodes: Iterable[Any]) -> bool:
+    """Whether the backward that is running now comes to all of these nodes; see ``engine_will_run``."""
+    try:
+        return all(map(torch._C._will_engine_execute_node, nodes))
+    except RuntimeError:
+        return False
+
+
+def move_hook_to_end(parameter: torch.Tensor, hook_id: int) -> bool:
+    """Let one hook after accumulation be the last to run; returns whether it was the last already."""
+    hooks: Any = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    if next(reversed(hooks)) == hook_id:
+        return True
+    hooks[hook_id] = hooks.pop(hook_id)  # not move_to_end: autograd walks the plain dict beneath the ordered one
+    return False
+
+
+def graph_task_id() -> int:
+    """A number for the backward that is running on this thread; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def is_compiled_node(node: Any) -> bool:
+    """Whether this node of autograd's graph is the backward of a compiled region; its class has no public name."""
+    return bool(node.name() == "CompiledFunctionBackward")
+
+
+def accumulation_positions(node: Any) -> dict[int, int]:
+    """For each parameter that this node hands a gradient to, by ``id``: which of its results that is."""
+    positions = {}
+    for position, (following, _) in enumerate(node.next_functions):
+        variable = getattr(following, "variable", None)
+        if variable is not None:
+            positions[id(variable)] = position
+    return positions

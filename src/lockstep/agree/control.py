@@ -1,0 +1,95 @@
+"""The control plane: a few numbers that all ranks of a group unite, beside the gradients.
+
+It is a gloo group of its own, whatever carries the gradients: so it is never paired with a collective of anyone else,
+and on a GPU no queue is stopped to read the answer.  It is made when it is first used, which is at the end of the first
+window, where all ranks pass.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from lockstep import torch_private
+from lockstep.agree.watch import Watch
+
+_planes: weakref.WeakKeyDictionary[Any, ControlPlane] = weakref.WeakKeyDictionary()
+_WORD_BITS = 62
+
+
+class Answer:
+    """Numbers that are being united."""
+
+    def __init__(self, numbers: torch.Tensor, work: Any) -> None:
+        self._numbers = numbers
+        self._work = work
+
+    def wait(self, watch: Watch, moment: Callable[[], str]) -> list[int]:
+        watch.wait_work(self._work, moment)
+        return self._numbers.tolist()
+
+
+class ControlPlane:
+    """The ranks of one process group, able to unite small numbers."""
+
+    def __init__(self, process_group: Any) -> None:
+        self._rank, self._world = process_group.rank(), process_group.size()
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._prefix = f"lockstep/{attempt}/{process_group.group_name}/control"
+        self._timeout = torch_private.group_timeout(process_group)
+        self._group: Any = None
+        self._num_renewals = 0
+
+    def renew(self) -> None:
+        """Begin anew, on all ranks: what was under way before is paired with nothing that comes."""
+        self._num_renewals += 1
+        self._group = None
+
+    def start_or(self, numbers: Sequence[int]) -> Answer:
+        """Start uniting the bits of each number over all ranks; all ranks give equally many."""
+        return self._start(numbers, "or")
+
+    def start_sum(self, numbers: Sequence[int]) -> Answer:
+        """Start adding each number up over all ranks."""
+        return self._start(numbers, "sum")
+
+    def _start(self, numbers: Sequence[int], op: str) -> Answer:
+        if self._group is None:
+            self._group = torch_private.host_group(
+                f"{self._prefix}/{self._num_renewals}", self._rank, self._world, self._timeout
+            )
+        values = torch.tensor(numbers, dtype=torch.int64)
+        return Answer(values, torch_private.host_all_reduce(self._group, values, op))
+
+    def all_equal(self, number: int, watch: Watch, moment: Callable[[], str]) -> bool:
+        """Whether all ranks gave the same number."""
+        return self.start_or([number, ~number]).wait(watch, moment) == [number, ~number]
+
+
+def control_of(process_group: Any) -> ControlPlane | None:
+    """The control plane of a group; None where ranks share no store, or there is only one."""
+    if process_group.size() == 1 or process_group.name() == "fake" or not torch_private.has_host_groups():
+        return None
+    try:
+        torch_private.default_store()
+    except (RuntimeError, ValueError):
+        return None  # a group that was not made by init_process_group brings no store along
+    plane = _planes.get(process_group)
+    if plane is None:
+        plane = _planes[process_group] = ControlPlane(process_group)
+    return plane
+
+
+def to_words(bits: int, num_bits: int) -> list[int]:
+    """A set of small numbers, given as the bits of one large one, in words that travel."""
+    mask = (1 << _WORD_BITS) - 1
+    return [(bits >> shift) & mask for shift in range(0, max(1, num_bits), _WORD_BITS)]
+
+
+def from_words(words: Sequence[int]) -> int:
+    """The set behind words that arrived."""
+    return sum(word << (position * _WORD_BITS) for position, word in enumerate(words))

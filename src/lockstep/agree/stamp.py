@@ -1,0 +1,87 @@
+"""The stamp of a window: everything that decides what a rank sends, compared between ranks in every window.
+
+What all ranks must have alike goes into a digest, and a digest is all that travels; only when digests differ do ranks
+post their stamps, so that one error can show on all ranks what differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+
+from lockstep.agree.watch import Watch
+from lockstep.errors import Disagreement, rank_table
+
+_DIGEST_BYTES = 7  # fits a signed 64-bit number, also when its bits are turned
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """One window as one rank sees it."""
+
+    wrapper: str
+    window: int
+    kind: str
+    updates: int
+    plan: str
+    frozen: tuple[str, ...]
+    cast: tuple[str, ...]
+    exchange: str
+    num_buckets: int
+    resets: int
+
+    def digest(self) -> int:
+        text = repr(tuple(getattr(self, field.name) for field in fields(self)))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest(), "big")
+
+
+# Field, what a message calls it, and the likely reason for a difference.
+_WORDS = {
+    "wrapper": ("the model that is reduced", "the ranks run the backward of different models, or in another order"),
+    "window": ("number of the window", "a rank has reduced more often than another"),
+    "kind": ("kind of window", "only some ranks ran a forward before this backward, or a second backward after it"),
+    "updates": (
+        "optimizer steps so far",
+        "an extra backward, or no_sync(), on some ranks only: this reduction pairs up gradients of different steps",
+    ),
+    "plan": ("the plan", "parameters were unfrozen, added or cast on some ranks only"),
+    "frozen": ("frozen parameters", "requires_grad was changed on some ranks only"),
+    "cast": ("parameters of another dtype than planned", "parameters were cast on some ranks only"),
+    "exchange": ("communication hook or divisor", "a communication hook was registered on some ranks only"),
+    "num_buckets": ("buckets that left", "a rank skipped or repeated some"),
+    "resets": ("calls of reset_sync_window()", "it must be called on all ranks"),
+}
+
+
+def disagreement(watch: Watch, key: str, mine: Stamp, timeout_seconds: float) -> Disagreement:
+    """Once digests differ, on all ranks: post the stamps, and make the error that shows what differs."""
+    assert watch.board is not None
+    told = watch.board.gather(f"stamp {key}", json.dumps(asdict(mine)), timeout_seconds)
+    return describe_difference({rank: json.loads(text) for rank, text in told.items()}, mine.window)
+
+
+def describe_difference(stamps: Mapping[int, Mapping[str, object]], window: int) -> Disagreement:
+    """The same error on all ranks: each field that differs, as a table of rank and value."""
+    sections, first = [], {}
+    for field, (title, cause) in _WORDS.items():
+        values = {rank: _shown(stamp.get(field)) for rank, stamp in stamps.items()}
+        if len(set(values.values())) > 1:
+            first = first or values
+            sections.append(f"{title}:\n{rank_table(values)}\n  likely cause: {cause}")
+    body = "\n".join(sections) or "  (the digests differ, but no field does)"
+    return Disagreement(
+        f"Ranks do not do the same in window {window}, so their gradients must not be used:\n{body}\n"
+        "Nothing was updated in this step. Fix: let all ranks do the same; to go on in this process, call "
+        "reset_sync_window() and zero_grad() on all ranks and repeat the step. check='off' on the wrapper turns this "
+        "comparison off.",
+        first,
+    )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        names = [str(v) for v in value]
+        return ", ".join(names[:8]) + (f", ... ({len(names)})" if len(names) > 8 else "") if names else "none"
+    return str(value)

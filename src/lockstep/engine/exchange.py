@@ -1,0 +1,108 @@
+"""The exchange: what ranks do with the content of a bucket.
+
+    MeanExchange     the mean over the ranks, by one all-reduce
+    HookExchange     whatever the user's communication hook makes of it
+
+A sparse bucket has its own ways to a mean (``sparse.py``).  Everything else (who packs, when, in which order, who waits)
+is the same for all of them, and lives elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
+
+from lockstep import errors
+from lockstep.engine.bucket import LiveBucket
+from lockstep.engine.flight import Flight, HookFlight, Landed
+from lockstep.engine.grad_bucket import GradBucket
+from lockstep.engine.sparse import start_sparse
+from lockstep.engine.transport import Transport
+
+CommHook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
+
+# torch's hooks that start one collective and nothing after it.
+_ONE_COLLECTIVE = (
+    default_hooks.allreduce_hook,
+    default_hooks.fp16_compress_hook,
+    default_hooks.bf16_compress_hook,
+    debugging_hooks.noop_hook,
+)
+
+
+class Exchange(Protocol):
+    # Whether the exchange of a sum is the sum of the exchanges: what came late may then be exchanged by itself.
+    is_linear: bool
+    # Whether all collectives are issued when the exchange is started, and none when another one has ended.
+    keeps_order: bool
+    name: str
+
+    def scale(self, like: Tensor) -> float:
+        """What gradients like this are multiplied with before they leave."""
+
+    def start(self, bucket: LiveBucket, flat: Tensor, *, is_last: bool) -> Flight: ...
+
+
+class MeanExchange:
+    """The mean over the ranks."""
+
+    is_linear = keeps_order = True
+    name = ""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        # None: the mean over the group. A number (set by join): what to divide by instead.
+        self.divisor: float | None = None
+        self.sparse_rows: dict[str, Tensor] = {}
+
+    def scale(self, like: Tensor) -> float:
+        if self.divisor is None and self._transport.averages(like):
+            return 1.0
+        return self._factor
+
+    @property
+    def _factor(self) -> float:
+        return 1.0 / (self._transport.world if self.divisor is None else self.divisor)
+
+    def start(self, bucket: LiveBucket, flat: Tensor, *, is_last: bool) -> Flight:
+        name = f"bucket {bucket.index}"
+        if flat.is_sparse:
+            rows = self.sparse_rows.get(bucket.slots[0].name)
+            return start_sparse(flat, self._transport, factor=self._factor, known_rows=rows, name=name)
+        if flat.numel() == 0 or self._transport.is_alone:
+            return Landed()  # the mean over one rank is there already
+        mean = self.divisor is None and self._transport.averages(flat)
+        return self._transport.start_all_reduce(flat, mean=mean, name=name)
+
+
+class HookExchange:
+    """A user's communication hook; it gets gradients as they are, and divides itself if it wants a mean."""
+
+    is_linear = False
+
+    def __init__(self, transport: Transport, state: Any, hook: CommHook, name: str) -> None:
+        self._transport = transport
+        self.state, self.hook, self.name = state, hook, name
+        self.keeps_order = bool(getattr(hook, "keeps_order", False)) or any(hook is h for h in _ONE_COLLECTIVE)
+
+    def scale(self, like: Tensor) -> float:
+        return 1.0
+
+    def start(self, bucket: LiveBucket, flat: Tensor, *, is_last: bool) -> Flight:
+        self._transport.announce_hook(f"bucket {bucket.index} by the hook {self.name}", flat)
+        try:
+            future = self.hook(self.state, GradBucket(bucket, flat, is_last=is_last))
+        except Exception as error:
+            names = bucket.spec.names
+            error.add_note(
+                f"lockstep: raised by the communication hook {self.name} on rank {self._transport.rank} for bucket "
+                f"{bucket.index} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})."
+            )
+            raise
+        if not (callable(getattr(future, "wait", None)) and callable(getattr(future, "then", None))):
+            raise errors.bad_hook_result(self.name, type(future).__name__)
+        return HookFlight(future, self.name)

@@ -1,0 +1,1 @@
+"""Feeders: who tells a step that gradients have come.  They decide nothing else."""

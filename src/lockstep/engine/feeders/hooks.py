@@ -1,0 +1,95 @@
+"""Autograd's hooks: a step is told of every parameter when autograd has added its gradient.
+
+The hook sits on the parameter, so it survives ``.data`` and device changes.  It must be the last one there: hooks of
+others, whenever they were registered, see and may change the local gradient.  Where one was registered after ours, ours
+moves behind it for the next time, and this time the parameter counts when the next thing happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.profiler import record_function
+
+from lockstep import torch_private
+from lockstep.engine.bucket import Slot
+from lockstep.engine.feeders import registry
+from lockstep.engine.step import SyncStep
+from lockstep.engine.used import find_tensors, parameters_reached_from
+
+
+class HookFeeder:
+    """Puts the hooks on the parameters of one step, and takes them off."""
+
+    def __init__(self, step: SyncStep) -> None:
+        self._step = step
+        self._handles: list[Any] = []
+        self.attach()
+
+    def attach(self) -> None:
+        """Put a hook on every parameter of the plan."""
+        self.detach()
+        slots = self._step.reducer.slots
+        is_multi_device = len({slot.parameter.device for slot in slots}) > 1
+        for slot in slots:
+            self._handles.append(self._hook(slot, self._on_gradient_locked if is_multi_device else self._on_gradient))
+        registry.register(self._step)
+
+    def _hook(self, slot: Slot, function: Callable[[Slot, Tensor], None]) -> Any:
+        is_frozen = not slot.parameter.requires_grad
+        if is_frozen:  # for now; it takes no hook otherwise
+            slot.parameter.requires_grad_(True)
+        handle = slot.parameter.register_post_accumulate_grad_hook(partial(function, slot))
+        slot.hook_id = handle.id
+        if is_frozen:
+            slot.parameter.requires_grad_(False)
+        return handle
+
+    @property
+    def is_attached(self) -> bool:
+        return bool(self._handles)
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        registry.unregister(self._step)
+
+    def _on_gradient(self, slot: Slot, parameter: Tensor) -> None:
+        """The hook: runs once per parameter and backward, so it does as little as it can."""
+        if self._step.memory_is_shared and not registry.is_for(self._step, slot):
+            return
+        if len(torch_private.hooks_after(parameter)) > 1 and not torch_private.move_hook_to_end(
+            parameter, slot.hook_id
+        ):
+            self._step.defer(slot)
+        else:
+            self._step.deliver(slot)
+
+    def _on_gradient_locked(self, slot: Slot, parameter: Tensor) -> None:
+        """The hook for a module on several devices, each of which has its own backward thread."""
+        with self._step.lane.lock:
+            self._on_gradient(slot, parameter)
+
+    # ---------------------------------------------------------------- outputs
+
+    def watch_outputs(self, output: Any) -> None:
+        """After a forward: find the parameters it used, and watch for the backward that starts from its outputs."""
+        step = self._step
+        if not (step.finds_unused or step.static_graph):
+            return
+        outputs = [t for t in find_tensors(output) if t.requires_grad]
+        if step.finds_unused and not step.static_graph and outputs:
+            with record_function("search_unused_parameters"):
+                step.note_used(parameters_reached_from(outputs))
+        for tensor in outputs:
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._on_output_gradient)
+
+    def _on_output_gradient(self, _: Tensor) -> None:
+        """An output's gradient comes in the outermost pass, whose end says which parameters stayed without one."""
+        with self._step.lane.lock:
+            self._step.lane.queue_end_of_outermost()

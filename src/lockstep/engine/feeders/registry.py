@@ -1,0 +1,63 @@
+"""Who looks after a parameter: the steps of this process, by parameter.
+
+A parameter may belong to two wrapped models (a shared encoder, a wrapped module inside a wrapped module).  Each must
+then find in ``.grad`` what autograd put there; and a backward that began with the forward of one of them is not a
+backward of the other.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import Tensor
+
+from lockstep.engine.bucket import Slot
+from lockstep.engine.step import SyncStep
+
+# A slot keeps its parameter alive, so an id in here is never another parameter's.
+_slots: dict[int, list[tuple[weakref.ref[SyncStep], Slot]]] = {}
+
+
+def register(step: SyncStep) -> None:
+    """Look after these parameters from now on."""
+    reference = weakref.ref(step)
+    step.reducer.memory.is_shared = False
+    for slot in step.reducer.slots:
+        entries = _slots.setdefault(id(slot.parameter), [])
+        for other, _ in entries:
+            its = other()
+            if its is not None and its is not step:
+                its.reducer.memory.is_shared = step.reducer.memory.is_shared = True
+        entries.append((reference, slot))
+
+
+def unregister(step: SyncStep) -> None:
+    """Look after them no longer; who shared them with nobody else has them alone again."""
+    others: set[SyncStep] = set()
+    for slot in step.reducer.slots:
+        entries = _slots.get(id(slot.parameter), [])
+        entries[:] = [entry for entry in entries if entry[0]() not in (step, None)]
+        others |= {other for reference, _ in entries if (other := reference()) is not None}
+        if not entries:
+            _slots.pop(id(slot.parameter), None)
+    for other in others:
+        other.reducer.memory.is_shared = any(
+            len(_slots.get(id(slot.parameter), ())) > 1 for slot in other.reducer.slots
+        )
+
+
+def slot_of(parameter: Tensor) -> tuple[SyncStep, Slot] | None:
+    """The slot of a parameter that a step looks after, and that step; of several, the one that was made last."""
+    for reference, slot in reversed(_slots.get(id(parameter), ())):
+        step = reference()
+        if step is not None:
+            return step, slot
+    return None
+
+
+def is_for(step: SyncStep, slot: Slot) -> bool:
+    """Whether a gradient of a shared parameter is for ``step``: not if only others had a forward before it."""
+    if step.has_forward or step.state.value != "idle":
+        return True
+    others = [reference() for reference, _ in _slots.get(id(slot.parameter), ())]
+    return not any(other is not None and other is not step and other.has_forward for other in others)

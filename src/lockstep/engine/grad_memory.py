@@ -1,0 +1,469 @@
+"""Whose memory gradients lie in: how they come into a flat buffer, and back.  The only writer of ``.grad``.
+
+[Note: who owns .grad]  Three ways, chosen by ``gradient_as_bucket_view``:
+  ``ALIAS`` (None, the default)  .grad points into a flat buffer that belongs to this window.  No copy back; a
+      reference to an old .grad stays valid, because a buffer that anything still lies in is never written again.  On
+      a GPU the gradients of a window that was zeroed to None cost no memory while the next forward runs; on the CPU
+      the buffer is kept and used again once it is free.
+  ``PERSISTENT`` (True)  .grad points into a buffer that is kept, so addresses never change.
+  ``OWN`` (False)  .grad keeps its own memory and the result is copied into it.
+In all three the tensor object in .grad survives: only what it points at changes.
+
+[Note: taken]  A gradient that has gone into the flat buffer is taken out of ``.grad``, which is None until the result is
+handed out.  So nobody reads or writes memory that travels; and whatever autograd adds after that lies in a ``.grad`` of
+its own, and is known to have come later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from itertools import compress
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep import torch_private
+from lockstep.engine.bucket import LiveBucket, Slot, flatten_gradient, local_tensor
+
+_dtype_of = attrgetter("dtype")
+_grad_of = attrgetter("grad")
+
+
+class GradOwnership(Enum):
+    """See [Note: who owns .grad]."""
+
+    ALIAS = "alias"
+    PERSISTENT = "persistent"
+    OWN = "own"
+
+
+class GradMemory:
+    """Moves gradients between ``.grad`` and the flat buffers of one wrapped model.
+
+    ``scale`` is what gradients are multiplied with on their way into a buffer, so that a sum over ranks is a mean.
+    """
+
+    def __init__(self, ownership: GradOwnership, reduce_dtype: torch.dtype | None = None) -> None:
+        self.ownership = ownership
+        self.reduce_dtype = reduce_dtype
+        # Another wrapper looks after some of these parameters too: it must find in .grad what autograd put there.
+        self.is_shared = False
+        # A communication hook's futures hold on to buffers on a GPU; so the buffer is kept there too, and used again.
+        self.keeps_buffers = False
+
+    # ---------------------------------------------------------------- into the buffer, one by one
+
+    def stage(self, slot: Slot, gradient: Tensor | None, scale: float) -> None:
+        """Take a large gradient before its bucket is complete (see STAGE_BYTES)."""
+        if gradient is None or gradient.requires_grad or self.ownership is GradOwnership.OWN or self.is_shared:
+            return
+        bucket = slot.bucket
+        num_bytes = slot.num_elements * gradient.element_size()
+        if gradient.dtype is not self.travel_dtype(bucket) or gradient.untyped_storage().nbytes() > num_bytes:
+            return  # the second: it lies in a flat buffer already, since it was zeroed in place
+        with torch.no_grad():
+            if bucket.flat is None:
+                bucket.flat = self._buffer_for(bucket, gradient.dtype).view(-1)
+            view = bucket.view(slot)
+            torch.mul(gradient, scale, out=view) if scale != 1.0 else view.copy_(gradient)
+            gradient.data = view
+        self._take(slot, gradient)
+
+    def fold(self, slot: Slot, scale: float) -> None:
+        """Add what autograd put into ``.grad`` after the rest was taken, while the bucket is still here."""
+        late = slot.parameter.grad
+        if late is None:
+            return
+        with torch.no_grad():
+            slot.bucket.view(slot).add_(local_tensor(late), alpha=scale)
+        slot.parameter.grad = None
+
+    def _take(self, slot: Slot, gradient: Tensor) -> None:
+        slot.held, slot.is_taken, slot.bucket.has_taken = gradient, True, True
+        slot.parameter.grad = None
+
+    # ---------------------------------------------------------------- into the buffer, as a compiled graph delivers them
+
+    def absorb(self, bucket: LiveBucket, slots: Sequence[Slot], gradients: Sequence[Tensor], scale: float) -> None:
+        """Take gradients that a graph computed, and what has accumulated in ``.grad`` before, if anything has.
+
+        Autograd runs compiled backwards without recording, so nothing here needs to turn it off.
+        """
+        dtypes = list(map(_dtype_of, gradients))
+        dtype = self.travel_dtype(bucket)
+        accumulated = self._accumulated(slots)
+        is_first = not any(slot.is_taken for slot in slots) if bucket.has_taken else True
+        if bucket.flat is None:
+            if accumulated is None and scale == 1.0 and self._one_call_packs(bucket, slots, dtypes, dtype):
+                bucket.flat = torch_private.flatten_dense(list(gradients))
+                self._mark_taken(bucket, slots)
+                return
+            bucket.flat = self._buffer_for(bucket, dtype, aside=accumulated).view(-1)
+        flat = bucket.flat
+        views = (
+            bucket.views(flat)
+            if len(slots) == len(bucket.slots)
+            else [torch_private.alias(flat, slot.shape, slot.stride, slot.offset) for slot in slots]
+        )
+        if not is_first:
+            for slot, view, gradient in zip(slots, views, gradients, strict=True):
+                if slot.is_taken:
+                    view.add_(gradient, alpha=scale)
+                else:
+                    torch.mul(gradient, scale, out=view) if scale != 1.0 else view.copy_(gradient)
+        elif scale != 1.0 and set(dtypes) == {dtype}:
+            for view, gradient in zip(views, gradients, strict=True):
+                torch.mul(gradient, scale, out=view)
+        else:
+            _copy_by_kind(views, gradients, dtypes, all_row_major=bucket.all_row_major)
+            if scale != 1.0:
+                torch_private.foreach_mul(views, scale)
+        if accumulated is not None:
+            for slot, view, value in zip(slots, views, accumulated, strict=True):
+                if value is not None:
+                    view.add_(value, alpha=scale)
+                    slot.held = value
+                    slot.parameter.grad = None
+        self._mark_taken(bucket, slots)
+
+    def _mark_taken(self, bucket: LiveBucket, slots: Sequence[Slot]) -> None:
+        bucket.has_taken = True
+        for slot in slots:
+            slot.is_taken = True
+
+    @staticmethod
+    def _accumulated(slots: Sequence[Slot]) -> list[Tensor | None] | None:
+        """What lies in .grad of each parameter; None if nothing does."""
+        gradients = [slot.parameter.grad for slot in slots]
+        return gradients if any(g is not None for g in gradients) else None
+
+    def can_fold(self, slots: Sequence[Slot]) -> bool:
+        """Whether what lies in ``.grad`` can be added to a buffer of plain numbers."""
+        return all(
+            (g := slot.parameter.grad) is None or not (g.is_sparse or g.requires_grad or slot.is_dtensor)
+            for slot in slots
+        )
+
+    def _one_call_packs(
+        self, bucket: LiveBucket, slots: Sequence[Slot], dtypes: Sequence[torch.dtype], dtype: torch.dtype
+    ) -> bool:
+        """Whether the buffer is new each time and its parts lie as the gradients do, so that none need be named."""
+        if bucket.parameters[0].device.type == "cpu" or self._keeps(bucket):
+            return False
+        is_whole = len(slots) == len(bucket.slots) > 1  # what is alone would come back as a view of itself
+        return is_whole and bucket.all_row_major and set(dtypes) == {dtype}
+
+    # ---------------------------------------------------------------- into the buffer, the whole bucket
+
+    def pack(self, bucket: LiveBucket, gradients: Sequence[Tensor | None], scale: float, *, takes: bool) -> Tensor:
+        """Complete the flat buffer with ``gradients`` (one per slot, None for none or for one that was taken).
+
+        ``takes``: the gradients are those in ``.grad``, and are taken out of it.
+        """
+        bucket.gradients = list(gradients)
+        takes = takes and not self.is_shared
+        if bucket.flat is not None:
+            self._fill(bucket, bucket.flat, scale)
+            flat = bucket.flat
+        else:
+            flat = self._pack_new(bucket, takes)
+            if scale != 1.0:
+                flat.mul_(scale)
+        bucket.flat = flat
+        if takes:
+            self._take_packed(bucket, flat)
+        return flat
+
+    def _pack_new(self, bucket: LiveBucket, takes: bool) -> Tensor:
+        slots, gradients = bucket.slots, bucket.gradients
+        dtype = self.travel_dtype(bucket)
+        if takes:
+            in_place = self._already_flat(bucket, dtype)
+            if in_place is not None:
+                bucket.in_place = True
+                return in_place
+        keeps = self._keeps(bucket)
+        if bucket.all_row_major and not keeps and _all_are(gradients, dtype):
+            flat = torch_private.flatten_dense(gradients)  # type: ignore[arg-type]
+            return flat.clone() if len(gradients) == 1 else flat  # a tensor that is alone comes back as a view
+        like = torch.empty(0, dtype=dtype, device=bucket.parameters[0].device)
+        pieces = [flatten_gradient(g, slot, like) for g, slot in zip(gradients, slots, strict=True)]
+        if not keeps:
+            return torch.cat(pieces)
+        buffer = self._buffer_for(bucket, dtype)
+        home = buffer.untyped_storage().data_ptr()
+        pieces = [p.clone() if p.untyped_storage().data_ptr() == home else p for p in pieces]
+        return torch.cat(pieces, out=buffer).view(-1)
+
+    def _already_flat(self, bucket: LiveBucket, dtype: torch.dtype) -> Tensor | None:
+        """The gradients as they lie, where they already form this bucket's flat buffer: nothing to pack then.
+
+        True for gradients that were zeroed in place since the last window, and for a parameter that is alone.
+        """
+        first = bucket.gradients[0]
+        if first is None or first.requires_grad or bucket.slots[0].is_dtensor or self.ownership is GradOwnership.OWN:
+            return None
+        base, itemsize = first.data_ptr(), first.element_size()
+        for slot, gradient in zip(bucket.slots, bucket.gradients, strict=True):
+            if (
+                gradient is None
+                or gradient.data_ptr() != base + slot.offset * itemsize
+                or gradient.dtype is not dtype
+                or gradient.stride() != slot.stride
+                or gradient.requires_grad
+            ):
+                return None
+        num_elements = bucket.spec.num_elements
+        if self.ownership is GradOwnership.PERSISTENT:
+            if bucket.persistent is None or base != bucket.persistent.data_ptr():
+                return None
+        else:
+            # Nobody else may look: autograd hands out gradients that share memory with ones it still has to read.
+            owners = len(bucket.slots) + (bucket.spare is not None and bucket.spare.data_ptr() == base)
+            if torch_private.memory_owners(first) > owners:
+                return None
+            if len(bucket.slots) > 1:  # neighbours in memory may still be separate allocations
+                room = first.untyped_storage().nbytes() - first.storage_offset() * itemsize
+                if room < num_elements * itemsize:
+                    return None
+        return first.detach().as_strided((num_elements,), (1,))
+
+    def _fill(self, bucket: LiveBucket, flat: Tensor, scale: float) -> None:
+        """Copy in what was not taken one by one; add what came to those that were."""
+        views = bucket.views(flat)
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+        for slot, gradient, view in zip(bucket.slots, bucket.gradients, views, strict=True):
+            if slot.is_taken:
+                if gradient is not None:
+                    self.fold(slot, scale)
+            elif gradient is None:
+                view.zero_()
+            else:
+                sources.append(local_tensor(gradient).detach())
+                targets.append(view)
+        if sources:
+            torch_private.foreach_copy(targets, sources)
+            if scale != 1.0:
+                torch_private.foreach_mul(targets, scale)
+
+    def _take_packed(self, bucket: LiveBucket, flat: Tensor) -> None:
+        """Take the gradients that were packed out of ``.grad``; where the result will lie in the buffer, the memory they
+        lay in is free at once."""
+        views = None
+        for position, (slot, gradient) in enumerate(zip(bucket.slots, bucket.gradients, strict=True)):
+            if gradient is None or slot.is_taken:
+                continue
+            if not bucket.in_place and slot.dirty and self._can_alias(slot, gradient, flat):
+                if views is None:
+                    views = bucket.views(flat)
+                gradient.data = views[position]
+            self._take(slot, gradient)
+        bucket.gradients = []
+
+    # ---------------------------------------------------------------- the buffer
+
+    def travel_dtype(self, bucket: LiveBucket) -> torch.dtype:
+        """The dtype a bucket travels in."""
+        dtype = bucket.travel_dtype()
+        return self.reduce_dtype if self.reduce_dtype is not None and dtype.is_floating_point else dtype
+
+    def _keeps(self, bucket: LiveBucket) -> bool:
+        return self.ownership is GradOwnership.PERSISTENT or (
+            self.keeps_buffers and bucket.parameters[0].device.type != "cpu"
+        )
+
+    def _buffer_for(self, bucket: LiveBucket, dtype: torch.dtype, aside: list[Tensor | None] | None = None) -> Tensor:
+        """A buffer for the bucket; values of ``aside`` that lie in it are moved elsewhere first."""
+        device = bucket.parameters[0].device
+        if self.ownership is not GradOwnership.PERSISTENT:
+            if device.type != "cpu" and not self.keeps_buffers:
+                return torch.empty(bucket.spec.num_elements, dtype=dtype, device=device)
+            # On the CPU a freed buffer leaves a hole in the heap; so the last one is kept, and used again if free.
+            spare = bucket.spare
+            if (
+                spare is None
+                or spare.dtype is not dtype
+                or spare.device != device
+                or torch_private.memory_owners(spare) > 1
+            ):
+                spare = bucket.spare = torch.empty(bucket.spec.num_elements, dtype=dtype, device=device)
+            return spare
+        kept = bucket.persistent
+        if kept is None or kept.dtype is not dtype or kept.device != device:
+            kept = bucket.persistent = torch.empty(bucket.spec.num_elements, dtype=dtype, device=device)
+        home = kept.untyped_storage().data_ptr()
+        for value in aside or ():
+            if value is not None and value.untyped_storage().data_ptr() == home:
+                value.data = value.clone()
+        return kept
+
+    # ---------------------------------------------------------------- out of the buffer
+
+    def hand_out(
+        self, bucket: LiveBucket, is_used: Callable[[Slot], bool] | None = None, *, in_place: bool = False
+    ) -> None:
+        """Give every parameter its reduced gradient; those that no rank used are left as they are.
+
+        ``in_place``: only change the tensors that were launched, and leave ``.grad`` alone (distributed autograd).
+        """
+        flat = bucket.flat
+        if flat is None:
+            return
+        views: Sequence[Tensor] | None = [flat] if flat.is_sparse else None
+        copy_to: list[Tensor] = []
+        copy_from: list[Tensor] = []
+        with torch.no_grad():
+            for position, slot in enumerate(bucket.slots):
+                slot.dirty = False
+                held = slot.held
+                if held is None and bucket.gradients:
+                    held = bucket.gradients[position]  # packed, and left in .grad
+                if not slot.parameter.requires_grad or (is_used is not None and not is_used(slot)):
+                    if slot.is_taken and held is not None:
+                        slot.parameter.grad = held
+                    continue
+                if held is not None and slot.is_taken and self._lies_in(held, slot, flat):
+                    slot.parameter.grad = held
+                    continue
+                if views is None:
+                    views = bucket.views(flat)
+                view = views[position]
+                if in_place:
+                    if held is not None:
+                        held.copy_(view)
+                elif held is None or held.is_sparse or view.is_sparse or held.dtype != slot.parameter.dtype:
+                    self._set_new(slot, view)
+                elif self.ownership is not GradOwnership.OWN and self._can_alias(slot, held, flat):
+                    held.data = view
+                    slot.parameter.grad = held
+                else:
+                    copy_to.append(local_tensor(held).data)
+                    copy_from.append(view)
+                    slot.parameter.grad = held
+            if copy_to:
+                torch_private.foreach_copy(copy_to, copy_from)
+        bucket.forget_buffer()
+
+    @staticmethod
+    def _lies_in(held: Tensor, slot: Slot, flat: Tensor) -> bool:
+        if held.is_sparse or slot.is_dtensor or held.dtype is not flat.dtype:
+            return False
+        return held.data_ptr() == flat.data_ptr() + slot.offset * flat.element_size() and slot.num_elements > 0
+
+    def _can_alias(self, slot: Slot, gradient: Tensor, flat: Tensor) -> bool:
+        # A gradient that is itself part of a graph (create_graph=True) must stay the tensor that graph made.
+        if self.ownership is GradOwnership.OWN or self.is_shared:
+            return False
+        return not (gradient.requires_grad or slot.is_dtensor or gradient.is_sparse) and gradient.dtype == flat.dtype
+
+    def _set_new(self, slot: Slot, value: Tensor) -> None:
+        parameter = slot.parameter
+        parameter.grad = None
+        if slot.is_dtensor:
+            parameter.grad = torch_private.dtensor_like(parameter, value.clone())
+        elif value.is_sparse:
+            parameter.grad = value
+        elif value.dtype != parameter.dtype:
+            parameter.grad = value.to(parameter.dtype)
+        else:
+            owns = self.ownership is GradOwnership.OWN or self.is_shared
+            parameter.grad = value.clone() if owns else value
+
+    # ---------------------------------------------------------------- what came late
+
+    def set_late_aside(self, bucket: LiveBucket) -> list[Tensor | None]:
+        """What came after the bucket had left, by slot; ``.grad`` is free for the result then."""
+        late = []
+        for slot in bucket.slots:
+            gradient = slot.parameter.grad
+            late.append(gradient)
+            if gradient is not None:
+                slot.parameter.grad = None
+        return late
+
+    def add(self, bucket: LiveBucket) -> None:
+        """Add a landed bucket to what has been handed out of it before."""
+        flat = bucket.flat
+        if flat is None:
+            return
+        views = [flat] if flat.is_sparse else bucket.views(flat)
+        with torch.no_grad():
+            for slot, view in zip(bucket.slots, views, strict=True):
+                slot.dirty = False
+                gradient = slot.parameter.grad
+                if gradient is not None and not gradient.requires_grad:
+                    local_tensor(gradient).add_(view)
+                elif gradient is not None:
+                    slot.parameter.grad = gradient + view
+                elif slot.parameter.requires_grad:
+                    self._set_new(slot, view)
+        bucket.forget_buffer()
+
+    # ---------------------------------------------------------------- when a window is abandoned
+
+    def give_back(self, bucket: LiveBucket, scale: float) -> None:
+        """Undo the taking: ``.grad`` gets back what can be had of it, in memory that nothing else writes to."""
+        flat, is_here = bucket.flat, not bucket.has_left
+        with torch.no_grad():
+            for slot in bucket.slots if flat is not None else ():
+                held, late = slot.held, slot.parameter.grad
+                if not slot.is_taken or held is None:
+                    continue
+                if flat is not None and not flat.is_sparse and self._lies_in(held, slot, flat):
+                    held.data = held.div(scale) if is_here and scale != 1.0 else held.clone()
+                if late is not None:
+                    held.add_(late)
+                slot.parameter.grad = held
+        if not is_here:  # a collective that nobody waited for may still write into these
+            bucket.spare = bucket.persistent = None
+        bucket.forget_buffer()
+
+    def accumulate(self, slot: Slot, gradient: Tensor) -> None:
+        """Add a gradient to ``.grad`` as autograd would."""
+        if gradient.shape != slot.parameter.shape:
+            raise ValueError(
+                f"The gradient of {slot.name} has shape {tuple(gradient.shape)}, the parameter "
+                f"{tuple(slot.parameter.shape)}."
+            )
+        before = slot.parameter.grad
+        with torch.no_grad():
+            if before is None:
+                slot.parameter.grad = gradient.detach().clone()
+            else:
+                before.add_(gradient)
+
+    def set(self, slot: Slot, gradient: Tensor | None) -> None:
+        """Let ``.grad`` of a parameter be this tensor."""
+        slot.parameter.grad = gradient
+
+
+def _all_are(gradients: Sequence[Tensor | None], dtype: torch.dtype) -> bool:
+    return all(g is not None and g.dtype is dtype for g in gradients)
+
+
+def _copy_by_kind(
+    targets: Sequence[Tensor], sources: Sequence[Tensor], dtypes: Sequence[torch.dtype], *, all_row_major: bool
+) -> None:
+    """Copy each source into its target, those of one dtype and memory order by one kernel, as it takes no others."""
+    kinds: Sequence[Any] = dtypes
+    if not (all_row_major and all(map(Tensor.is_contiguous, sources))):
+        same_order = [s.stride() == t.stride() for s, t in zip(sources, targets, strict=True)]
+        kinds = list(zip(dtypes, same_order, strict=True))
+    for kind in dict.fromkeys(kinds):
+        chosen = [k == kind for k in kinds]
+        torch_private.foreach_copy(list(compress(targets, chosen)), list(compress(sources, chosen)))
+
+
+def leave_memory(slots: Iterable[Slot], buffers: Iterable[Tensor]) -> None:
+    """Give every .grad that lies in one of these buffers memory of its own."""
+    homes = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+    for slot in slots:
+        gradient = slot.parameter.grad
+        if gradient is None or gradient.is_sparse or slot.is_dtensor:
+            continue  # such a gradient never lies in a flat buffer
+        if gradient.untyped_storage().data_ptr() in homes:
+            gradient.data = gradient.clone()

@@ -1,0 +1,826 @@
+"""The step: the one place that knows where a model is between two reductions, and proves that nothing was missed.
+
+    IDLE     no window; gradients may have been added up without synchronisation
+    OPEN     gradients come in, from whatever feeder; a bucket leaves when it is whole, in plan order, once
+    CLOSING  everything has left; ranks compare their stamps, buckets are collected and handed out
+
+Feeders say what has come; they decide nothing (``feeders/``): autograd's hooks, compiled graphs, distributed autograd,
+an explicit driver.
+
+[Note: when a pass synchronises]  ``require_backward_grad_sync`` is read when the backward begins, not when the
+forward ran.  So it does not matter whether the forward, the backward, or both are inside ``no_sync()``: gradients
+are added up locally until a backward runs outside of it, and that one reduces everything that was added up.
+Under ``join()`` the forward decides, because ranks that have run out of data must be told then.
+
+[Note: two kinds of window]  The backward of a forward is expected to reach every parameter (unless unused ones are
+searched for), so its buckets leave as they become whole; it may take several passes, and the window stays open between
+them.  A backward without a forward since the last reduction (a penalty over some weights, say) may reach anything; so
+nothing leaves before it has ended, and then the ranks unite what they have reached.
+
+[Note: what comes late]  A gradient may come to a bucket that has left: from a use of the parameter outside of the graph
+that delivered it, from a second backward, from a reentrant checkpoint.  It lies in ``.grad`` by itself (grad_memory.py,
+[Note: taken]).  At the end of the window ranks tell each other which buckets have such a remainder anywhere, and all
+reduce those, with zeros where they have none: the mean of a sum is the sum of the means.
+
+[Note: end of a pass]  Reentrant checkpoints run a backward inside the backward, and a callback queued in there fires
+when the inner one ends.  So the end of an inner pass only finishes a window whose buckets have all left.  Where
+parameters may legitimately stay without a gradient (find_unused_parameters, static_graph), a hook on the outputs
+queues the callback in the outermost pass instead, whose end marks the rest as unused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from operator import attrgetter
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lockstep import errors, torch_private
+from lockstep.agree.control import Answer, ControlPlane, from_words, to_words
+from lockstep.agree.stamp import Stamp, disagreement
+from lockstep.engine.bucket import LiveBucket, Slot
+from lockstep.engine.exchange import MeanExchange
+from lockstep.engine.lane import Lane
+from lockstep.engine.reducer import Reducer
+from lockstep.observe.timeline import now
+
+Check = Literal["step", "collective", "off"]
+_requires_grad = attrgetter("requires_grad")
+_dtype_of = attrgetter("dtype")
+_STAMP_SECONDS = 60.0
+_RESET_SECONDS = 60.0
+
+
+class State(Enum):
+    """Where a step is between two reductions."""
+
+    IDLE = "idle"
+    OPEN = "open"
+    CLOSING = "closing"
+
+
+class Kind(Enum):
+    """See [Note: two kinds of window]."""
+
+    FULL = "the backward of a forward"
+    FOLLOW_UP = "a backward without a forward since the last reduction"
+
+
+class SyncStep:
+    """Drives one wrapped model's reductions, whoever feeds it."""
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        lane: Lane,
+        control: ControlPlane | None,
+        *,
+        name: str,
+        wants_sync: Callable[[], bool],
+        finds_unused: bool = False,
+        skips_unused_buckets: bool = False,
+        check: Check = "step",
+    ) -> None:
+        self.reducer = reducer
+        self.lane = lane
+        self.control = control
+        self.name = name
+        self.check: Check = check
+        self.finds_unused = finds_unused
+        self.skips_unused_buckets = skips_unused_buckets
+        self.state = State.IDLE
+        self.kind = Kind.FULL
+        self.num_windows = 0
+        self.num_resets = 0
+        self.num_updates = 0  # optimizer steps after a pass, see step_guard.py
+        self.has_fresh_gradients = False
+        # Accumulated in passes that did not synchronise, and not reduced since.
+        self.holds_local_gradients = False
+        self.has_forward = False  # a forward with gradients ran since the last reduction
+        # The end of the window is the caller's to choose, see ``finalize``.
+        self.ends_by_hand = False
+        # static_graph: the first window shows how often each parameter fires.
+        self.static_graph = False
+        self.graph_is_learned = False
+        self._just_learned = False
+        self._fire_order: list[Slot] = []
+        # Moments that others take part in: optimizers in the backward, mixed precision, logging.
+        self.after_bucket: Callable[[LiveBucket], None] | None = None
+        self.before_hand_out: Callable[[], None] | None = None
+        self.after_pass: Callable[[], None] | None = None
+        self.on_error: Callable[[Exception], None] | None = None
+        self.is_collecting = False
+        self.used_counts: list[int] | None = None
+        self.unused_changed = False
+        self.ready_order: list[Slot] = []
+        self._last_unused: frozenset[str] | None = None
+        self._used_in_forward: set[int] | None = None
+        self._post_backward_futures: list[torch.futures.Future[Any]] = []
+        self._wants_sync = wants_sync
+        self.rebuild()
+        self._forget_window()
+        self.forget_pass()
+        lane.enter(self)
+
+    # ---------------------------------------------------------------- the plan
+
+    def rebuild(self) -> None:
+        """The reducer has a new plan: count anew."""
+        self._parameters = [slot.parameter for slot in self.reducer.slots]
+        self._dtypes = self._planned_dtypes = list(map(_dtype_of, self._parameters))
+        self.graph_is_learned = False
+        self._fire_order = []
+
+    def _forget_window(self) -> None:
+        self._next = 0
+        self._remainders: set[LiveBucket] = set()
+        self._frozen: tuple[str, ...] = ()
+
+    def forget_pass(self) -> None:
+        """The pass is over, or broke."""
+        self.is_in_pass = self.syncs = self._is_ending = self._is_in_graph = False
+        self.expected_tasks: set[int] = set()  # whose compiled deliveries are counted, see feeders/graph.py
+        self._pass_start = 0
+        self._deferred: list[Slot] = []
+        self.context_gradients: Mapping[Tensor, Tensor] | None = None
+
+    @property
+    def memory_is_shared(self) -> bool:
+        """Whether another step looks after some of the parameters too."""
+        return self.reducer.memory.is_shared
+
+    # ---------------------------------------------------------------- forward
+
+    def note_forward(self) -> None:
+        """A forward with gradients is about to run."""
+        self.has_forward = True
+
+    def note_used(self, reached: set[int]) -> None:
+        """Only these parameters (by ``id``) were used by a forward; several forwards may come before one backward."""
+        self._used_in_forward = (self._used_in_forward or set()) | reached
+
+    def require_finished(self) -> None:
+        """Raise if the last backward that synchronises left the window incomplete."""
+        if self.state is not State.IDLE:
+            with self.telling_peers():
+                raise self.unfinished(self.missing)
+
+    # ---------------------------------------------------------------- a pass begins
+
+    def takes_part(self) -> bool:
+        """Whether the backward that is running now comes to any of the parameters."""
+        return any(slot.parameter.requires_grad and will_accumulate(slot) for slot in self.reducer.slots)
+
+    def begin_pass(self) -> None:
+        """The first gradient of a pass has come, from whatever feeder."""
+        self.is_in_pass = True
+        self._pass_start = now()
+        self.syncs = self._wants_sync()
+        if self.syncs and self.state is State.IDLE:
+            with self.telling_peers():
+                self.open_window()
+
+    def open_window(self) -> None:
+        """The first pass that synchronises has begun."""
+        self.state = State.OPEN
+        self.kind = Kind.FULL if self.has_forward else Kind.FOLLOW_UP
+        self._forget_window()
+        self.ready_order = []
+        self.reducer.num_buckets_reduced = 0
+        for bucket in self.reducer.buckets:
+            bucket.open()
+        for slot in self.reducer.slots:
+            slot.ready = slot.found_unused = False
+            slot.num_fires = 0
+        self._look_at_dtypes()
+        if not all(map(_requires_grad, self._parameters)):
+            self._frozen = tuple(s.name for s in self.reducer.slots if not s.parameter.requires_grad)
+        if self.kind is Kind.FULL:
+            self._mark_known_unused()
+
+    def _look_at_dtypes(self) -> None:
+        """Parameters that were cast since: their bucket travels in another dtype, so ranks meet before it leaves."""
+        if self.reducer.memory.reduce_dtype is not None:
+            return
+        dtypes = list(map(_dtype_of, self._parameters))
+        if dtypes == self._dtypes:
+            return
+        self._dtypes = dtypes
+        watch = self.reducer.transport.watch
+        if watch.board is None:
+            return
+        told = watch.meet("a change of parameters' dtypes", " ".join(map(str, dtypes)), _STAMP_SECONDS)
+        if len(set(told.values())) > 1:
+            names = self._cast_names()
+            raise errors.Disagreement(
+                "Parameters were cast differently on different ranks:\n"
+                + errors.rank_table({r: _count_words(text) for r, text in told.items()})
+                + f"\nOn rank {self.reducer.rank}: {', '.join(names[:8])}\nFix: cast the same parameters on every rank.",
+                told,
+            )
+
+    def _cast_names(self) -> list[str]:
+        return [
+            slot.name
+            for slot, now_, planned in zip(self.reducer.slots, self._dtypes, self._planned_dtypes, strict=True)
+            if now_ != planned
+        ]
+
+    def _mark_known_unused(self) -> None:
+        if self.static_graph or self._used_in_forward is not None:
+            unused = [slot for slot in self.reducer.slots if self._is_known_unused(slot)]
+        elif self._frozen:
+            unused = [slot for slot in self.reducer.slots if not slot.parameter.requires_grad]
+        else:
+            return
+        for slot in unused:
+            if slot.dirty and self.static_graph and slot.parameter.requires_grad:
+                raise errors.graph_changed(slot.place, rank=self.reducer.rank, expected=0)
+            self._mark_ready(slot, found_unused=True)
+
+    def _is_known_unused(self, slot: Slot) -> bool:
+        if not slot.parameter.requires_grad:
+            return True  # frozen since it was wrapped
+        if self.static_graph:
+            return self.graph_is_learned and slot.expected_fires == 0
+        return self._used_in_forward is not None and id(slot.parameter) not in self._used_in_forward
+
+    # ---------------------------------------------------------------- gradients come in
+
+    def gradient_of(self, slot: Slot) -> Tensor | None:
+        if self.context_gradients is not None:
+            return self.context_gradients.get(slot.parameter)
+        return slot.parameter.grad
+
+    def deliver(self, slot: Slot) -> None:
+        """All that this pass brings for ``slot`` lies in its ``.grad``."""
+        slot.dirty = True
+        if not self.is_in_pass:
+            self.lane.begin(self)
+        if self._deferred:
+            self.flush_deferred()
+        if self.syncs:
+            try:
+                self._count(slot)
+            except Exception as error:
+                self.tell_peers(error)
+                raise
+
+    def defer(self, slot: Slot) -> None:
+        """As ``deliver``, but hooks of others still have to run on this gradient: it counts at the next moment."""
+        slot.dirty = True
+        if not self.is_in_pass:
+            self.lane.begin(self)
+        if self._deferred:
+            self.flush_deferred()
+        self._deferred.append(slot)
+
+    def flush_deferred(self) -> None:
+        deferred, self._deferred = self._deferred, []
+        for slot in deferred:
+            self.deliver(slot)
+
+    def _count(self, slot: Slot) -> None:
+        bucket = slot.bucket
+        if self.kind is Kind.FOLLOW_UP:
+            slot.ready = True
+            return
+        gradient = self.gradient_of(slot)
+        if gradient is None and slot.is_taken:
+            return  # a graph delivered it, and autograd had nothing to add
+        is_last = not self.static_graph or self._fired_for_the_last_time(slot)
+        if bucket.has_left:
+            if gradient is not None and self.context_gradients is None:
+                self._remainders.add(bucket)
+            return
+        slot.found_unused = False
+        if slot.is_taken:
+            self.reducer.fold(slot)
+        if slot.ready or not is_last or (bucket.covered is not None and slot in bucket.covered):
+            return  # it is added to what is there, or more is to come
+        if slot.stages_early and not slot.is_taken and self.context_gradients is None:
+            self.reducer.stage(slot, gradient)
+        self._mark_ready(slot)
+
+    def _fired_for_the_last_time(self, slot: Slot) -> bool:
+        """static_graph: whether ``slot`` has now received as many gradients as in the first window."""
+        slot.num_fires += 1
+        if not self.graph_is_learned:
+            if slot.num_fires == 1:
+                self._fire_order.append(slot)
+            return False  # the first window only watches; it is reduced as a whole at its end
+        expected = 1 if slot.expected_fires is None else slot.expected_fires  # None: learned as a joined rank
+        if slot.num_fires > expected:
+            raise errors.graph_changed(slot.place, rank=self.reducer.rank, expected=expected)
+        return slot.num_fires == expected
+
+    def _mark_ready(self, slot: Slot, *, found_unused: bool = False) -> None:
+        """Count ``slot``; send every bucket that is whole and whose turn it is."""
+        slot.ready = True
+        slot.found_unused = found_unused
+        if not found_unused:
+            self.ready_order.append(slot)
+        bucket = slot.bucket
+        bucket.num_pending -= 1
+        if bucket.num_pending == 0:
+            self.send_complete()
+
+    # ---------------------------------------------------------------- gradients come in from a compiled graph
+
+    def expect_delivery(self, bucket: LiveBucket, slots: Sequence[Slot]) -> None:
+        """A graph that this pass comes to will deliver these: they are whole when all such deliveries have come."""
+        if bucket.has_left:
+            return
+        covered = bucket.covered
+        fresh = [slot for slot in slots if not slot.ready and (covered is None or slot not in covered)]
+        bucket.covered = set(slots) if covered is None else covered | set(slots)
+        bucket.num_due += 1
+        bucket.num_pending += 1 - len(fresh)
+
+    def take_delivery(self, bucket: LiveBucket, slots: Sequence[Slot], gradients: Sequence[Tensor]) -> None:
+        """A graph delivers these, and hides them from autograd."""
+        self.reducer.absorb(bucket, slots, gradients)
+        for slot in slots:
+            slot.dirty = True
+        self._delivery_came(bucket)
+
+    def leave_delivery(self, bucket: LiveBucket, slots: Sequence[Slot], why: str) -> None:
+        """A graph hands these to autograd after all: hooks will bring them."""
+        bucket.left_because = why
+        if bucket.covered is None or bucket.has_left:
+            return
+        by_hooks = [slot for slot in slots if slot in bucket.covered and not slot.ready]
+        bucket.covered = bucket.covered - set(slots)
+        bucket.num_pending += len(by_hooks)
+        self._delivery_came(bucket)
+
+    def _delivery_came(self, bucket: LiveBucket) -> None:
+        if bucket.num_due == 0:
+            return
+        bucket.num_due -= 1
+        bucket.num_pending -= 1
+        if bucket.num_due == 0 and bucket.covered:
+            for slot in bucket.slots:
+                if not slot.ready and slot in bucket.covered:
+                    slot.ready = True
+                    self.ready_order.append(slot)
+            bucket.covered = None
+        if bucket.num_pending == 0:
+            self._is_in_graph = True
+            try:
+                self.send_complete()
+            finally:
+                self._is_in_graph = False
+
+    # ---------------------------------------------------------------- buckets leave
+
+    def send_complete(self) -> None:
+        """Launch the whole buckets whose turn it is: strictly in plan order, since ranks must issue the same."""
+        if self.state is not State.OPEN or not self._may_send_now():
+            return
+        buckets = self.reducer.buckets
+        while self._next < len(buckets) and buckets[self._next].num_pending == 0:
+            self._next += 1
+            self._launch(buckets[self._next - 1])
+        if self.all_launched:
+            self.lane.sent_all(self)
+
+    def _may_send_now(self) -> bool:
+        if self.kind is Kind.FOLLOW_UP or (self.reducer.memory.is_shared and not self._is_ending):
+            return False
+        return self.lane.may_send(self)
+
+    @property
+    def all_launched(self) -> bool:
+        return self._next == len(self.reducer.buckets)
+
+    def has_sent_all(self) -> bool:
+        """Whether others need not wait for this one in the current pass."""
+        return not self.syncs or self.state is not State.OPEN or self.all_launched or self._is_ending
+
+    def _launch(self, bucket: LiveBucket) -> None:
+        if self.skips_unused_buckets and all(slot.found_unused and not slot.dirty for slot in bucket.slots):
+            bucket.skipped = bucket.has_left = True
+            return
+        gradients = [self.gradient_of(slot) for slot in bucket.slots]
+        self.reducer.launch(bucket, gradients, takes=self.context_gradients is None)
+        bucket.left_in_graph = self._is_in_graph
+        if self.after_bucket is not None and not (self.finds_unused or self.static_graph):
+            self._collect_landed(bucket)
+
+    def _collect_landed(self, newest: LiveBucket) -> None:
+        """With an optimizer in the backward, buckets that have arrived are used, and freed, while it goes on."""
+        for bucket in self.reducer.buckets[: newest.index]:
+            if bucket.flight is not None and bucket.flight.is_done():
+                self._collect(bucket, None)
+
+    # ---------------------------------------------------------------- a pass ends
+
+    def settle_pass(self, *, is_inner: bool) -> None:
+        """The engine finished a pass: what it brought is complete."""
+        if not self.is_in_pass:
+            return
+        if self._deferred:
+            self.flush_deferred()
+        self.reducer.timeline.record("backward", self._pass_start, now())
+        if not self.syncs:
+            self.holds_local_gradients = True
+            self.has_fresh_gradients = True
+            self._used_in_forward = None
+            return
+        if self.state is not State.OPEN or self.kind is Kind.FOLLOW_UP:
+            return
+        self._is_ending = True
+        with self.telling_peers():
+            if not is_inner:
+                self._settle_deliveries()
+            self._settle_missing(is_inner=is_inner)
+            self.send_complete()
+
+    def _settle_deliveries(self) -> None:
+        """Deliveries that were expected and did not come: a graph that broke, or handed its gradients elsewhere."""
+        for bucket in self.reducer.buckets:
+            if bucket.num_due and not bucket.has_left:
+                waiting = [
+                    slot for slot in bucket.slots if bucket.covered and slot in bucket.covered and not slot.ready
+                ]
+                bucket.num_pending += len(waiting) - bucket.num_due
+                bucket.num_due, bucket.covered = 0, None
+                for slot in waiting:
+                    if slot.is_taken or slot.parameter.grad is not None:
+                        slot.ready = True
+                        bucket.num_pending -= 1
+                        self.ready_order.append(slot)
+
+    def _settle_missing(self, *, is_inner: bool) -> None:
+        """Parameters that need not be waited for any longer count as ready."""
+        if self.all_launched and not self.static_graph:
+            return
+        missing = self.missing
+        if self._rest_is_unused(is_inner):
+            for slot in missing:
+                self._note_ready(slot, found_unused=not (self.static_graph and slot.num_fires))
+            if self.static_graph:
+                self.ready_order = self._fire_order
+        elif not self.static_graph and not is_inner and all(slot.dirty for slot in missing):
+            # All of them got their gradient in passes that did not synchronise.
+            for slot in missing:
+                self._note_ready(slot, found_unused=False)
+
+    def _note_ready(self, slot: Slot, *, found_unused: bool) -> None:
+        slot.ready, slot.found_unused = True, found_unused
+        slot.bucket.num_pending -= 1
+        if not found_unused:
+            self.ready_order.append(slot)
+
+    def _rest_is_unused(self, is_inner: bool) -> bool:
+        """Whether parameters that are not ready at the end of a pass count as unused (or as a missing gradient)."""
+        if not self.static_graph:
+            return self.finds_unused and not is_inner
+        if self.graph_is_learned:
+            return False
+        self.graph_is_learned = self._just_learned = True
+        for slot in self.reducer.slots:
+            slot.expected_fires = slot.num_fires
+        return True
+
+    def end_pass(self, *, is_inner: bool) -> None:
+        """All models have settled: close the window, or leave it open for the next pass."""
+        try:
+            self._end_pass(is_inner)
+        finally:
+            if self.state is State.IDLE and self.after_pass is not None:
+                self.after_pass()
+
+    def _end_pass(self, is_inner: bool) -> None:
+        if not self.syncs or self.state is not State.OPEN:
+            return
+        if self.kind is Kind.FULL and not self.all_launched:
+            return  # more is to come, in the outer pass or in the user's next one
+        self.state = State.CLOSING
+        if not self.ends_by_hand or is_inner:
+            self.close_window()
+
+    def finalize(self) -> None:
+        """Close a window whose end is the caller's to choose."""
+        if self.state is State.OPEN:
+            raise self.unfinished(self.missing)
+        if self.state is State.CLOSING:
+            self.close_window()
+
+    # ---------------------------------------------------------------- the window closes
+
+    def close_window(self) -> None:
+        """Compare with the other ranks, collect everything, hand it out."""
+        with self.telling_peers():
+            reached = self._unite()
+            if self.kind is Kind.FOLLOW_UP:
+                self._reduce_reached(reached)
+            else:
+                self._collect_all(self._remaining(reached))
+            for future in self._post_backward_futures:
+                self.reducer.transport.watch.wait_future(future, lambda: "a buffer communication hook")
+        self._end_window()
+
+    def _end_window(self) -> None:
+        self._post_backward_futures = []
+        self._used_in_forward = None
+        self._note_unused()
+        self.state = State.IDLE
+        self._just_learned = self.holds_local_gradients = self.has_forward = False
+        self.has_fresh_gradients = True
+        self.num_windows += 1
+        self.reducer.timeline.end_step()
+
+    # ---------------------------------------------------------------- what ranks tell each other
+
+    def _unite(self) -> int:
+        """Compare stamps; returns what any rank has: remainders by bucket, or parameters reached, as a set of bits."""
+        mine, num_bits = self._own_bits()
+        if self.control is None:
+            return self._without_control(mine)
+        stamp = self._stamp() if self.check != "off" else None
+        digest = stamp.digest() if stamp is not None else 0
+        if not self.reducer.exchange.keeps_order:
+            self.reducer.land_unordered()
+        answer = self.control.start_or([digest, ~digest, *to_words(mine, num_bits)])
+        used = self._start_used()
+        told = answer.wait(self.reducer.transport.watch, self._closing_moment)
+        if told[0] != digest or told[1] != ~digest:
+            assert stamp is not None, "ranks agreed on check= when they wrapped"
+            key = f"{self.num_windows} {self.num_resets}"
+            raise disagreement(self.reducer.transport.watch, key, stamp, _STAMP_SECONDS)
+        if used is not None:
+            self.used_counts = used.wait(self.reducer.transport.watch, self._closing_moment)
+        return from_words(told[2:])
+
+    def _own_bits(self) -> tuple[int, int]:
+        if self.kind is Kind.FOLLOW_UP:
+            slots = self.reducer.slots
+            return _bits(slot.position for slot in slots if slot.ready), len(slots)
+        return _bits(bucket.index for bucket in self._remainders), len(self.reducer.buckets)
+
+    def _without_control(self, mine: int) -> int:
+        """In a world of one, or where ranks have no way to tell each other anything but gradients."""
+        used = self._local_used()
+        self.used_counts = used if used is not None else self.used_counts
+        if self.reducer.world == 1:
+            return mine
+        if self.kind is Kind.FOLLOW_UP:
+            return (1 << len(self.reducer.slots)) - 1
+        if mine:
+            raise errors.late_gradient(self._late_names(self._remainders), rank=self.reducer.rank, hook="")
+        if used is not None:
+            flight = self.reducer.transport.start_all_reduce(
+                counts := torch.tensor(used, dtype=torch.int32, device=self._parameters[0].device), mean=False
+            )
+            self.reducer.transport.land(flight, "the exchange of used parameters")
+            self.used_counts = counts.tolist()
+        return 0
+
+    def _closing_moment(self) -> str:
+        return f"the comparison of ranks at the end of step {self.reducer.timeline.step}"
+
+    def _stamp(self) -> Stamp:
+        reducer = self.reducer
+        divisor = reducer.mean.divisor
+        return Stamp(
+            wrapper=self.name,
+            window=self.num_windows,
+            kind=self.kind.value,
+            updates=self.num_updates,
+            plan=reducer.plan.digest,
+            frozen=self._frozen,
+            cast=tuple(self._cast_names()) if self._dtypes is not self._planned_dtypes else (),
+            exchange=reducer.exchange.name if divisor is None else f"{reducer.exchange.name} over {divisor:g} ranks",
+            num_buckets=reducer.num_buckets_reduced if not self.skips_unused_buckets else -1,
+            resets=self.num_resets,
+        )
+
+    def _local_used(self) -> list[int] | None:
+        """1 for each parameter, in declaration order, that this rank has a new gradient for; None if nobody asks."""
+        if self.kind is Kind.FOLLOW_UP or not (
+            self._just_learned if self.static_graph else self.finds_unused and not self.skips_unused_buckets
+        ):
+            return None
+        return self.local_used_counts()
+
+    def local_used_counts(self) -> list[int]:
+        """1 for each parameter, in declaration order, that this rank has a new gradient for."""
+        return [
+            int(slot.dirty and (slot.is_taken or self.gradient_of(slot) is not None)) for slot in self.reducer.slots
+        ]
+
+    def _start_used(self) -> Answer | None:
+        used = self._local_used()
+        return None if used is None or self.control is None else self.control.start_sum(used)
+
+    def _is_used(self) -> Callable[[Slot], bool] | None:
+        """Which parameters any rank used; the others keep their .grad as it was (None, usually)."""
+        if self.kind is Kind.FOLLOW_UP or not (self.static_graph or self.finds_unused):
+            return None
+        if self.finds_unused and self.skips_unused_buckets and not self.static_graph:
+            return lambda slot: slot.dirty or not slot.found_unused
+        counts = self.used_counts
+        return None if counts is None else lambda slot: counts[slot.position] > 0
+
+    # ---------------------------------------------------------------- everything is collected
+
+    def _remaining(self, bits: int) -> list[LiveBucket]:
+        """The buckets with a remainder on any rank; see [Note: what comes late]."""
+        buckets = [bucket for bucket in self.reducer.buckets if bits >> bucket.index & 1]
+        if buckets and not self.reducer.exchange.is_linear:
+            raise errors.late_gradient(
+                self._late_names(buckets), rank=self.reducer.rank, hook=self.reducer.exchange.name
+            )
+        for bucket in self.reducer.buckets:
+            bucket.waits_for_hooks = bucket in buckets
+        return buckets
+
+    @staticmethod
+    def _late_names(buckets: Iterable[LiveBucket]) -> list[str]:
+        return [slot.name for bucket in buckets for slot in bucket.slots]
+
+    def _collect_all(self, remaining: Sequence[LiveBucket]) -> None:
+        is_used = self._is_used()
+        if self.before_hand_out is not None:
+            for bucket in self.reducer.buckets:
+                self.reducer.collect(bucket)
+            self.before_hand_out()
+        for bucket in self.reducer.buckets:
+            if bucket in remaining:
+                late = self.reducer.memory.set_late_aside(bucket)
+                self._collect_only(bucket, is_used)
+                self.reducer.add_late(bucket, late)
+            else:
+                self._collect(bucket, is_used)
+        for bucket in remaining:
+            self._after(bucket)
+
+    def _collect(self, bucket: LiveBucket, is_used: Callable[[Slot], bool] | None) -> None:
+        if bucket.skipped or bucket.flat is None:
+            return  # nothing left, or it was collected earlier in this pass
+        self._collect_only(bucket, is_used)
+        self._after(bucket)
+
+    def _collect_only(self, bucket: LiveBucket, is_used: Callable[[Slot], bool] | None) -> None:
+        self.reducer.collect(bucket)
+        self.reducer.hand_out(bucket, is_used, in_place=self.context_gradients is not None)
+
+    def _after(self, bucket: LiveBucket) -> None:
+        if self.after_bucket is not None:
+            self.is_collecting = True
+            try:
+                self.after_bucket(bucket)
+            finally:
+                self.is_collecting = False
+
+    def _reduce_reached(self, bits: int) -> None:
+        """Reduce what a backward without a forward has reached, on any rank, as it lies in .grad."""
+        buckets = [b for b in self.reducer.buckets if any(bits >> slot.position & 1 for slot in b.slots)]
+        reached = {slot for bucket in buckets for slot in bucket.slots if bits >> slot.position & 1}
+        if self.before_hand_out is not None:
+            self.before_hand_out()
+        for bucket in buckets:
+            self._launch(bucket)
+        self.reducer.land_unordered()
+        for bucket in buckets:
+            self._collect(bucket, lambda slot: slot in reached or slot.is_taken)
+
+    def mirror_window(self) -> None:
+        """As a rank without data (join): contribute zeros to everything, in the order of the others.
+
+        The mean gradients are kept, because an optimizer that is part of the join (ZeRO) steps its share with them.
+        """
+        self._just_learned = self.static_graph and not self.graph_is_learned
+        self.graph_is_learned = self.static_graph
+        self.kind = Kind.FULL
+        reducer = self.reducer
+        for bucket in reducer.buckets:
+            bucket.open()
+            reducer.launch(bucket, [None] * len(bucket.slots), takes=False)
+        reducer.land_unordered()
+        remaining: list[LiveBucket] = []
+        if self.control is not None:
+            watch = reducer.transport.watch
+            answer = self.control.start_or([0, 0, *to_words(0, len(reducer.buckets))])
+            asks = self._just_learned if self.static_graph else self.finds_unused and not self.skips_unused_buckets
+            used = self.control.start_sum([0] * len(reducer.slots)) if asks else None
+            remaining = self._remaining(from_words(answer.wait(watch, self._closing_moment)[2:]))
+            if used is not None:
+                self.used_counts = used.wait(watch, self._closing_moment)
+        is_used = self._is_used()
+        for bucket in reducer.buckets:
+            reducer.collect(bucket)
+            for slot in bucket.slots:
+                reducer.memory.set(slot, None)
+            reducer.hand_out(bucket, is_used)
+            if bucket in remaining:
+                reducer.add_late(bucket, [None] * len(bucket.slots))
+        self._just_learned = False
+        self.num_windows += 1
+
+    def _note_unused(self) -> None:
+        """Remember whether the set of unused parameters ever changed: whether static_graph=True could be set."""
+        unused = frozenset(slot.name for slot in self.reducer.slots if slot.found_unused)
+        if self._last_unused is not None and unused != self._last_unused:
+            self.unused_changed = True
+        self._last_unused = unused
+
+    # ---------------------------------------------------------------- the proof
+
+    @property
+    def missing(self) -> list[Slot]:
+        """Parameters that an open window still waits for, in declaration order."""
+        if self.state is not State.OPEN or self.kind is Kind.FOLLOW_UP:
+            return []
+        return [slot for slot in self.reducer.slots if not slot.ready]
+
+    def unfinished(self, slots: Iterable[Slot]) -> errors.LockstepError:
+        """The error for parameters whose gradients no reduction has seen."""
+        return errors.unfinished_reduction(
+            [slot.place for slot in slots],
+            rank=self.reducer.rank,
+            num_parameters=len(self.reducer.slots),
+            finds_unused=self.finds_unused,
+            static_graph=self.static_graph,
+        )
+
+    def reset_together(self) -> None:
+        """Forget the current window on all ranks: what some have sent the others send too, so that all are level."""
+        reducer, watch = self.reducer, self.reducer.transport.watch
+        self.num_resets += 1
+        if watch.board is not None and reducer.world > 1:
+            sent = sum(bucket.has_left and not bucket.skipped for bucket in reducer.buckets)
+            sent = sent if self.state is not State.IDLE else 0
+            watch.forget_failure()
+            told = watch.meet("reset_sync_window()", str(sent), _RESET_SECONDS)
+            if isinstance(reducer.exchange, MeanExchange):
+                self._catch_up(sent, max(map(int, told.values())))
+            if self.control is not None:
+                self.control.renew()
+            watch.clear_failure()
+        self.reset()
+
+    def _catch_up(self, sent: int, most: int) -> None:
+        """Send zeros for the buckets that other ranks have sent, and land everything that is under way."""
+        for bucket in self.reducer.buckets[sent:most]:
+            self.reducer.abandon(bucket)
+            self.reducer.launch(bucket, [None] * len(bucket.slots), takes=False)
+        for bucket in self.reducer.buckets[:most]:
+            self.reducer.collect(bucket)
+
+    def reset(self) -> None:
+        """Forget the current window, after an error in a backward that was caught."""
+        for bucket in self.reducer.buckets:
+            self.reducer.abandon(bucket)
+            bucket.waits_for_hooks = False
+        self.state = State.IDLE
+        self._forget_window()
+        self._used_in_forward = None
+        self._post_backward_futures = []
+        self._just_learned = False
+        self.lane.forget_broken_pass()
+        self.forget_pass()
+
+    def add_post_backward_futures(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
+        self._post_backward_futures.extend(futures)
+
+    @contextmanager
+    def telling_peers(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.tell_peers(error)
+            raise
+
+    def tell_peers(self, error: Exception) -> None:
+        """Leave an error on the board for peers, and in the log, before it goes up to the user."""
+        if not isinstance(error, errors.PeerFailed):
+            self.reducer.transport.watch.post_failure(error)
+        if self.on_error is not None:
+            self.on_error(error)
+
+
+def will_accumulate(slot: Slot) -> bool:
+    """Whether this backward ends in ``.grad`` of the parameter; torch.autograd.grad does not."""
+    if slot.accumulator is not None and torch_private.engine_will_run(slot.accumulator):
+        return True
+    slot.accumulator = torch_private.gradient_accumulator(slot.parameter)  # a new one after .to() and the like
+    return slot.accumulator is not None and torch_private.engine_will_run(slot.accumulator)
+
+
+def _bits(positions: Iterable[int]) -> int:
+    bits = 0
+    for position in positions:
+        bits |= 1 << position
+    return bits
+
+
+def _count_words(text: str) -> str:
+    words = text.split()
+    return ", ".join(f"{words.count(word)} x {word.removeprefix('torch.')}" for word in dict.fromkeys(words))

@@ -1,0 +1,115 @@
+"""The transport: a process group with its facts, and the only place that calls its collectives.
+
+What a backend can do (average by itself, be waited for without stopping the host) is asked here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep import torch_private
+from lockstep.agree.watch import Watch
+from lockstep.engine.audit import CollectiveAudit
+from lockstep.engine.flight import Moment, WorkFlight
+
+# Waiting for a collective of these stops the host, so it must be watched.
+_HOST_BACKENDS = ("gloo", "mpi", "ucc")
+
+
+class Transport:
+    """One process group, as the engine sees it."""
+
+    def __init__(self, process_group: dist.ProcessGroup, watch: Watch) -> None:
+        self.process_group = process_group
+        self.watch = watch
+        self.world = process_group.size()
+        self.rank = process_group.rank()
+        # A world of one has nothing to send; a benchmark may want to see the collective all the same.
+        self.forces_collective = False
+        self.audit: CollectiveAudit | None = None
+        self._backends: dict[torch.device, str] = {}
+
+    # ---------------------------------------------------------------- facts
+
+    def backend(self, device: torch.device) -> str:
+        """The backend that serves ``device``; asked anew for a device the model was moved to."""
+        name = self._backends.get(device)
+        if name is None:
+            name = self._backends[device] = torch_private.backend_name(self.process_group, device)
+        return name
+
+    def blocks_host(self, device: torch.device) -> bool:
+        """Whether waiting for a collective on ``device`` stops the host."""
+        return self.backend(device) in _HOST_BACKENDS
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody to exchange anything with."""
+        return self.world == 1 and not self.forces_collective
+
+    def averages(self, like: Tensor) -> bool:
+        """Whether the backend makes the mean itself; otherwise gradients are divided here and summed there.
+
+        The same on all ranks, since it must be the same operation.  gloo's mean is a sum and then a pass over the
+        buffer in its own thread; on the CPU the division costs nothing while gradients move into the flat buffer.
+        gloo's sum of fp16 gradients could also overflow.
+        """
+        if self.world == 1 or like.is_complex():
+            return False
+        backend = self.backend(like.device)
+        if backend == "gloo":
+            return like.device.type != "cpu" and like.dtype != torch.float16
+        return backend == "nccl"
+
+    # ---------------------------------------------------------------- collectives
+
+    def start_all_reduce(self, tensor: Tensor, *, mean: bool, name: str = "") -> WorkFlight:
+        """Start the sum or mean of ``tensor`` over the group, in place."""
+        wire = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        self._audit(name or "all-reduce", wire)
+        op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+        work = torch_private.all_reduce(self.process_group, wire, op)
+        return WorkFlight(work, self.blocks_host(tensor.device))
+
+    def start_sparse_all_reduce(self, tensor: Tensor, name: str) -> WorkFlight:
+        """Start the sum of a sparse tensor, on a backend that has one."""
+        self._audit(name, tensor)
+        return WorkFlight(
+            dist.all_reduce(tensor, group=self.process_group, async_op=True), self.blocks_host(tensor.device)
+        )
+
+    def start_max(self, tensor: Tensor) -> WorkFlight:
+        """Start the maximum of ``tensor`` over the group, in place."""
+        self._audit("maximum", tensor)
+        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.process_group, async_op=True)
+        return WorkFlight(work, self.blocks_host(tensor.device))
+
+    def start_broadcast(self, tensor: Tensor, source: int) -> WorkFlight:
+        """Start sending ``tensor`` from group rank ``source`` to all, in place."""
+        self._audit(f"broadcast from rank {source}", tensor)
+        work = dist.broadcast(tensor, group=self.process_group, group_src=source, async_op=True)
+        return WorkFlight(work, self.blocks_host(tensor.device))
+
+    def all_gather(self, tensor: Tensor, moment: Moment) -> list[Tensor]:
+        """Everyone's ``tensor``, of the same shape on all ranks."""
+        self._audit("all-gather", tensor)
+        parts = [torch.empty_like(tensor) for _ in range(self.world)]
+        work = dist.all_gather(parts, tensor, group=self.process_group, async_op=True)
+        WorkFlight(work, self.blocks_host(tensor.device)).land(self.watch, moment)
+        return parts
+
+    def announce_hook(self, name: str, flat: Tensor) -> None:
+        """A communication hook is about to start collectives of its own on this group."""
+        self._audit(name, flat)
+
+    def _audit(self, name: str, tensor: Tensor) -> None:
+        if self.audit is not None:
+            self.audit.before(name, tensor)
+
+    def land(self, flight: Any, moment: str) -> None:
+        """Wait for a collective that is not a bucket's."""
+        flight.land(self.watch, lambda: moment)
