@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lockstep.ddp import DistributedDataParallel
+from lockstep.ddp.activate import activate
 from lockstep.graph.backend import STRATEGIES
 from lockstep.graph.explain import Explanation
 
@@ -32,6 +33,7 @@ def compile(model: Any, *, overlap: str | None = None, verbose: bool = False, **
         if overlap is not None:
             wrapper.overlap = overlap
         wrapper._explains_when_settled = verbose
+    activate()  # the model may be wrapped later, and the backend "lockstep" be asked for now
     return torch.compile(model, **options)
 
 

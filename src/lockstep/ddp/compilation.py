@@ -93,7 +93,7 @@ class Compilation:
     def _may_choose_sizes(self) -> bool:
         return self._caps == BucketCaps() and not self._plan_was_given and self.bucket_order == "declared"
 
-    @torch.compiler.disable
+    @torch_private.without_compiler
     def _measure_before_compiling(self, compiler_is_watching: bool) -> None:
         """Once, in the first forward that will have a backward: see [Note: when the plan is chosen]."""
         self._asked_about_compiling = True

@@ -61,7 +61,7 @@ class TorchNames:
         return cls._active_ddp_module  # type: ignore[attr-defined]
 
     @contextmanager
-    @torch.compiler.disable(recursive=False)
+    @torch_private.frame_without_compiler
     def _inside_ddp_forward(self) -> Iterator[None]:
         owner: Any = _wrapper_class(type(self))
         before = owner._active_ddp_module

@@ -24,6 +24,7 @@ from lockstep.agree.control import control_of
 from lockstep.agree.model import agree_on_model, wrap_failures_told
 from lockstep.agree.watch import Watch
 from lockstep.ddp import setup
+from lockstep.ddp.activate import activate
 from lockstep.ddp.compilation import Compilation
 from lockstep.ddp.plan_keeper import PlanKeeping
 from lockstep.ddp.torch_names import TorchNames
@@ -43,7 +44,7 @@ from lockstep.engine.optimizer_in_backward import take_over_optimizers
 from lockstep.engine.reducer import Reducer
 from lockstep.engine.step import Check, SyncStep
 from lockstep.engine.transport import Transport
-from lockstep.graph.backend import STRATEGIES, OverlapCompiler
+from lockstep.graph.backend import STRATEGIES
 from lockstep.observe.logging_data import LoggingData
 from lockstep.observe.timeline import Timeline, now
 from lockstep.plan import BucketCaps, Plan
@@ -256,6 +257,7 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
         self._build_engine(slots, plan)
 
     def _build_engine(self, slots: list[Slot], plan: Plan) -> None:
+        activate()
         rank = self.process_group.rank()
         self._precision = (
             MixedPrecisionParameters(self.mixed_precision, self.module) if self.mixed_precision is not None else None
@@ -428,7 +430,7 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
                 torch_private.TorchDDP._active_ddp_module = before_torch
             return self._post_forward(output)
 
-    @torch.compiler.disable
+    @torch_private.without_compiler
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         self._forward_start = now()
         if not self._lazy_init_ran:
@@ -472,7 +474,7 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
             return None  # never
         return self.module(*inputs, **kwargs)
 
-    @torch.compiler.disable
+    @torch_private.without_compiler
     def _post_forward(self, output: Any) -> Any:
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
@@ -513,18 +515,7 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
 
 
 # isinstance(model, torch.nn.parallel.DistributedDataParallel) is how libraries ask "is this wrapped?".
-nn.parallel.DistributedDataParallel.register(DistributedDataParallel)  # type: ignore[attr-defined]
-
-
-def _overlap_compiler(
-    bucket_bytes_cap: int, backend_compile_fn: Callable[..., Any], first_bucket_cap: int | None = None
-) -> OverlapCompiler | None:
-    """For the wrapper that runs, if it is ours: see graph/backend.py."""
-    ddp = DistributedDataParallel._active_ddp_module
-    return ddp._overlap_compiler(backend_compile_fn) if isinstance(ddp, DistributedDataParallel) else None
-
-
-torch_private.stand_in_for_ddp_optimizer(_overlap_compiler)
+torch_private.TorchDDP.register(DistributedDataParallel)
 
 # Where users find it; the file is a matter of ours.
 DistributedDataParallel.__module__ = "lockstep.ddp"

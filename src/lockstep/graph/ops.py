@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lockstep import torch_private
 from lockstep.engine.feeders import graph as feeder
 
 # The memory order of the gradients does not matter, since they are packed one by one; and a CUDA graph must not record
@@ -31,7 +32,7 @@ _library.define("launch(Tensor[] grads, Tensor[] parameters) -> Tensor", tags=_T
 # Where a backward is called by compiled code, or by compiled autograd, the compiler watches while these run; there is
 # nothing in them for it.
 @torch.library.impl(_library, "launch", "CompositeExplicitAutograd")
-@torch.compiler.disable
+@torch_private.without_compiler
 def _launch(grads: list[Tensor], parameters: list[Tensor]) -> Tensor:
     return feeder.deliver(grads, parameters)
 
