@@ -165,3 +165,21 @@ def test_frame_without_compiler(disable) -> None:
 
     # The frame is skipped, but what it calls is compiled.
     assert compiled_operators(lambda x: plus_one(x + 1) + 4) == ["add", "mul", "add"]
+
+
+def test_leave_to_python() -> None:
+    seen: list[object] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: object) -> object:
+        seen.append(gm)
+        return gm.forward
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    @private.leave_to_python
+    def called_back(x: torch.Tensor) -> torch.Tensor:
+        return inner(x)
+
+    assert torch.compile(called_back, backend=backend)(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert seen == []

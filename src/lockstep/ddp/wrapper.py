@@ -413,7 +413,7 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
     @torch_private.leave_frame_to_python
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not self._asked_about_compiling and torch.is_grad_enabled() and not self._join_config.enable:
-            self._measure_before_compiling(torch_private.compiler_is_watching())
+            self._measure_before_compiling(torch.compiler.is_compiling() or torch_private.compiler_is_watching())
         with torch_private.RecordFunction("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             before = DistributedDataParallel._active_ddp_module

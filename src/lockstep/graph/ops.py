@@ -32,7 +32,7 @@ _library.define("launch(Tensor[] grads, Tensor[] parameters) -> Tensor", tags=_T
 # Where a backward is called by compiled code, or by compiled autograd, the compiler watches while these run; there is
 # nothing in them for it.
 @torch.library.impl(_library, "launch", "CompositeExplicitAutograd")
-@torch_private.without_compiler
+@torch_private.leave_to_python
 def _launch(grads: list[Tensor], parameters: list[Tensor]) -> Tensor:
     return feeder.deliver(grads, parameters)
 

@@ -83,6 +83,7 @@ _NAMES_BY_PART = {
         "has_compiled_code",
         "is_compiled",
         "leave_frame_to_python",
+        "leave_to_python",
         "own_code",
         "recompile_reason",
         "split_reason",

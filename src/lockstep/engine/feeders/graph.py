@@ -243,6 +243,7 @@ def _will_accumulate_all(slots: Sequence[Slot]) -> bool:
     return (None not in nodes and torch_private.will_run_all(nodes)) or all(map(will_accumulate, slots))
 
 
+@torch_private.leave_to_python
 def _withhold(run: Run, results: tuple[Any, ...], _: object) -> tuple[Any, ...] | None:
     """When the node has run: take out of its results what was delivered; see [Note: withheld]."""
     delivered, run.delivered = run.delivered, []

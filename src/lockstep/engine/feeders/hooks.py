@@ -58,6 +58,7 @@ class HookFeeder:
         self._handles = []
         registry.unregister(self._step)
 
+    @torch_private.leave_to_python
     def _on_gradient(self, slot: Slot, parameter: Tensor) -> None:
         """The hook: runs once per parameter and backward, so it does as little as it can."""
         if self._step.memory_is_shared and not registry.is_for(self._step, slot):
@@ -69,6 +70,7 @@ class HookFeeder:
         else:
             self._step.deliver(slot)
 
+    @torch_private.leave_to_python
     def _on_gradient_locked(self, slot: Slot, parameter: Tensor) -> None:
         """The hook for a module on several devices, each of which has its own backward thread."""
         with self._step.lane.lock:
@@ -87,6 +89,7 @@ class HookFeeder:
             if tensor.grad_fn is not None:
                 tensor.register_hook(self._on_output_gradient)
 
+    @torch_private.leave_to_python
     def _on_output_gradient(self, _: Tensor) -> None:
         """The backward of a forward begins, in the outermost pass: its end says which parameters stayed without a gradient."""
         step = self._step
