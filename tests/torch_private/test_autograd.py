@@ -168,3 +168,9 @@ def test_will_run_all() -> None:
     middle.sum().backward()
     assert answers == [[True, False]]
     assert not private.will_run_all(nodes[:1])
+
+
+def test_node_metadata() -> None:
+    node = (torch.ones(1, requires_grad=True) * 2).grad_fn
+    private.node_metadata(node)["key"] = 1
+    assert private.node_metadata(node)["key"] == 1

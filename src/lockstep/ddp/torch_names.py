@@ -84,7 +84,7 @@ class TorchNames:
                 "_set_static_graph should be called before training loop starts, that is before the first backward.",
             )
         ddp.static_graph = True
-        ddp.step.static_graph = True
+        ddp.step.static.is_on = True
         ddp.logger.values["static_graph"] = 1
         if ddp.find_unused_parameters:
             warnings.warn(

@@ -162,7 +162,7 @@ class TorchReducer:
         self._update_group(new_process_group)
 
     def _set_static_graph(self) -> None:
-        self._step.static_graph = True
+        self._step.static.is_on = True
 
     def _set_sparse_metadata(self, metadata: dict[str, Tensor]) -> None:
         self._step.reducer.mean.sparse_rows = dict(metadata)

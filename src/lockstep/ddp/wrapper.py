@@ -42,8 +42,9 @@ from lockstep.engine.mixed_precision import MixedPrecisionParameters
 from lockstep.engine.module_state import broadcast_tensors, sync_module_states
 from lockstep.engine.optimizer_in_backward import take_over_optimizers
 from lockstep.engine.reducer import Reducer
-from lockstep.engine.step import Check, SyncStep
+from lockstep.engine.step import SyncStep
 from lockstep.engine.transport import Transport
+from lockstep.engine.union import Check, Union
 from lockstep.graph.backend import STRATEGIES
 from lockstep.observe.logging_data import LoggingData
 from lockstep.observe.timeline import Timeline, now
@@ -282,12 +283,10 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
         self.step = SyncStep(
             Reducer(plan, slots, transport, memory, self.timeline),
             lane_of(self.process_group),
-            control,
-            name="wrapper" if self._board is None else self._board.name,
+            Union(control, "wrapper" if self._board is None else self._board.name, self.check),
             wants_sync=wants_sync,
             finds_unused=self.find_unused_parameters,
             skips_unused_buckets=self.skip_all_reduce_unused_params,
-            check=self.check,
         )
         self._hooks = HookFeeder(self.step)
         self.reducer = TorchReducer(self.step, self._hooks, self.logger, update_process_group)
@@ -370,11 +369,11 @@ class DistributedDataParallel(PlanKeeping, Compilation, UnevenInputs, TorchNames
         transport = Transport(self.process_group, self._watch)
         step = self.step
         step.reducer.use_transport(transport)
-        step.control = control_of(self.process_group)
+        step.union.control = control_of(self.process_group)
         step.lane.leave(step)
         step.lane = lane_of(self.process_group)
         step.lane.enter(step)
-        step.name = "wrapper" if self._board is None else self._board.name
+        step.union.name = "wrapper" if self._board is None else self._board.name
         # Members of the new group may come from groups that have reduced more or less often.
         step.num_windows = step.num_updates = step.num_resets = 0
         if self._delayed is not None:

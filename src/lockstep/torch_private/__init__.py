@@ -42,6 +42,7 @@ _NAMES_BY_PART = {
         "is_compiled_node",
         "memory_owners",
         "move_hook_to_end",
+        "node_metadata",
         "only_hooks_are_ours",
         "preserve_version_counter",
         "queue_backward_callback",

@@ -24,6 +24,7 @@ __all__ = [
     "is_compiled_node",
     "memory_owners",
     "move_hook_to_end",
+    "node_metadata",
     "only_hooks_are_ours",
     "preserve_version_counter",
     "queue_backward_callback",
@@ -140,6 +141,11 @@ def move_hook_to_end(parameter: torch.Tensor, hook_id: int) -> bool:
 def graph_task_id() -> int:
     """A number for the backward that is running on this thread; -1 outside of one."""
     return int(torch._C._current_graph_task_id())
+
+
+def node_metadata(node: Any) -> dict[str, Any]:
+    """What anyone may attach to a node of autograd's graph; it lives as long as the node.  Public, but typed wrongly."""
+    return node.metadata  # type: ignore[no-any-return]
 
 
 def is_compiled_node(node: Any) -> bool:

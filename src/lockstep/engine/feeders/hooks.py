@@ -82,7 +82,7 @@ class HookFeeder:
         """After a forward: find the parameters it used, and watch for the backward that starts from its outputs."""
         step = self._step
         outputs = [t for t in find_tensors(output) if t.requires_grad]
-        if step.finds_unused and not step.static_graph and outputs:
+        if step.finds_unused and not step.static.is_on and outputs:
             with record_function("search_unused_parameters"):
                 step.note_used(parameters_reached_from(outputs))
         for tensor in outputs:
@@ -95,5 +95,5 @@ class HookFeeder:
         step = self._step
         with step.lane.lock:
             step.note_output_reached()
-            if step.finds_unused or step.static_graph:
+            if step.finds_unused or step.static.is_on:
                 step.lane.queue_end_of_outermost()
