@@ -1,7 +1,7 @@
 """Training runs in which a step is not like the one before, next to plain copies of what every rank does.
 
-A mix says what modules there are and what a rank does in a step.  Each rank runs it on its wrapped modules, and also, on
-plain copies, for every rank of the world one after the other.  What must be in ``.grad`` is then the mean over the
+A mix says what modules there are and what a rank does in a step.  Each rank runs it on its wrapped modules, and also,
+on plain copies, for every rank of the world one after the other.  What must be in ``.grad`` is then the mean over the
 copies: by the definition of data parallel, and whatever a rank did with hooks, penalties or several passes.
 
 A step may be a generator; it yields where gradients are to be compared in between, and the copies averaged.
@@ -206,7 +206,8 @@ def train(mix: Mix, mode: str, backend: str) -> list[str]:
                 optimizer.step()
         assert_close(ours.gradients(), expected, f"{what}, after the step", mix.tolerance)
         digests.append(ours.digest())
-    assert mode == EAGER or torch._dynamo.utils.counters["stats"]["unique_graphs"], "nothing was compiled"
+    if mode != EAGER and ours.rank == 1:  # in some mixes, rank 0 does not compile
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"], "nothing was compiled"
     return digests
 
 
@@ -222,7 +223,7 @@ def params_of(mixes: Mapping[str, Mix]) -> list[Any]:
 
 
 def run_mix(run: Callable[[str, str, str], list[str]], name: str, mode: str, backend: str, world: int) -> None:
-    """``run`` calls train on the ranks, by the name of a mix; afterwards the weights must be the same on all of them."""
+    """``run`` calls train on the ranks, by the name of a mix; afterwards all must have the same weights."""
     env = {"TORCHINDUCTOR_CACHE_DIR": inductor_cache()} if backend == "inductor" else {}
     first, *others = run_ranks(world, run, name, mode, backend, preload=PRELOAD, limit_s=60, env=env)
     for rank, digests in enumerate(others, 1):
