@@ -218,14 +218,17 @@ def params_of(mixes: Mapping[str, Mix]) -> list[Any]:
         params += [pytest.param(name, mode, "aot_eager", mix.world, id=f"{name}-{mode}") for mode in mix.modes]
         if mix.by_inductor:
             mode = next(mode for mode in mix.modes if mode != EAGER)
-            params.append(pytest.param(name, mode, "inductor", mix.world, id=f"{name}-{mode}-inductor"))
+            how = {"id": f"{name}-{mode}-inductor", "marks": pytest.mark.slow}
+            params.append(pytest.param(name, mode, "inductor", mix.world, **how))
     return params
 
 
 def run_mix(run: Callable[[str, str, str], list[str]], name: str, mode: str, backend: str, world: int) -> None:
     """``run`` calls train on the ranks, by the name of a mix; afterwards all must have the same weights."""
-    env = {"TORCHINDUCTOR_CACHE_DIR": inductor_cache()} if backend == "inductor" else {}
-    first, *others = run_ranks(world, run, name, mode, backend, preload=PRELOAD, limit_s=60, env=env)
+    is_slow = backend == "inductor"
+    env = {"TORCHINDUCTOR_CACHE_DIR": inductor_cache()} if is_slow else {}
+    limit_s = 150 if is_slow else 60
+    first, *others = run_ranks(world, run, name, mode, backend, preload=PRELOAD, limit_s=limit_s, env=env)
     for rank, digests in enumerate(others, 1):
         assert digests == first, f"the weights of rank {rank} are not those of rank 0"
 

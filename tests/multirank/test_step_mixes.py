@@ -66,7 +66,7 @@ def chain() -> list[nn.Module]:
 MODELS = {
     "two_models": Mix(in_one_loss(0), two_nets, by_inductor=True),
     "two_models_the_wrapper_is_called": Mix(in_one_loss(1, "wrapper"), two_nets, modes=(WRAP_THEN_COMPILE,), world=3),
-    "two_models_wrapped_in_the_other_order": Mix(in_one_loss(0), two_nets, is_built_backwards=True),
+    "two_models_wrapped_in_the_other_order": Mix(in_one_loss(0), two_nets, is_built_backwards=True, modes=COMPILED),
     "three_models": Mix(in_one_loss(1), three_nets, modes=COMPILED, world=3),
     "chained_models": Mix(in_one_loss(0, is_chained=True), chain, world=3),
     "chained_models_wrapped_in_the_other_order": Mix(
@@ -145,7 +145,6 @@ RANKS = {
     "rank_0_logs_then_two_forwards": Mix(rank_0_alone("hooks"), one_net),
     "rank_0_uncompiled_then_two_forwards": Mix(rank_0_alone("uncompiled"), one_net, modes=COMPILED, by_inductor=True),
     "uneven_forwards": Mix(uneven_forwards, one_net, world=3),
-    "uneven_forwards_of_two_ranks": Mix(uneven_forwards, one_net),
 }
 
 
@@ -191,13 +190,13 @@ def gan(step: Any, build: Any = generator_and_critic, **options: Any) -> Mix:
 
 
 ADVERSARIES = {
-    "gan": gan(adversarial(), by_inductor=True),
+    "gan": gan(adversarial()),
     "gan_of_three_ranks": gan(adversarial(), world=3, modes=(EAGER, WRAP_THEN_COMPILE)),
     "gan_with_a_break": gan(adversarial(), generator_and_critic_with_break, modes=COMPILED),
     "gan_in_blocks": gan(adversarial(), modes=(BLOCKS,)),
     "gan_with_a_hook": gan(adversarial(has_hook=True), modes=(EAGER, WRAP_THEN_COMPILE)),
     "gan_with_a_frozen_critic": gan(adversarial(("blocks", "head")), modes=(EAGER, *COMPILED, BLOCKS)),
-    "gan_with_half_a_bucket_frozen": gan(adversarial(("head.bias",)), modes=(EAGER, *COMPILED)),
+    "gan_with_half_a_bucket_frozen": gan(adversarial(("head.bias",)), modes=(EAGER, *COMPILED), by_inductor=True),
 }
 
 
