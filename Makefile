@@ -26,7 +26,7 @@ lint: $(STAMP) ## ruff (lint and format) and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP) ## measure against torch's DistributedDataParallel
+bench: $(STAMP) ## measure against torch's DistributedDataParallel and an earlier version
 	$(BIN)/python benchmarks/run.py
 
 clean: ## remove what the other targets made, except .venv

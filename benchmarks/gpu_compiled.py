@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forcing import num_left_in_graph
-from gpu_device import DEVICE, peak_bytes, prepare, reset_peak, synchronize
+from gpu_device import DEVICE, IS_GPU, peak_bytes, prepare, reset_peak, synchronize
 from gpu_timing import Trainer, change, gpt2
 from models import GPT, give_own_code
 from subjects import WRAPPERS, lockstep_ddp
@@ -162,8 +162,10 @@ def gradients(mode: str | None, autocast: bool, overlap: str, head_width: int, f
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
-    base = GPT(num_symbols=1024, context=256, width=8 * head_width, num_layers=4, num_heads=8).to(DEVICE)
-    whole = torch.randint(1024, (4, 257), device=DEVICE)
+    # The second numbers are for trying the code on a CPU.
+    symbols, context, num_layers, num_heads = (1024, 256, 4, 8) if IS_GPU else (64, 16, 2, 2)
+    base = GPT(symbols, context, num_heads * head_width, num_layers, num_heads).to(DEVICE)
+    whole = torch.randint(symbols, (4, context + 1), device=DEVICE)
     mine = whole.chunk(dist.get_world_size())[dist.get_rank()]
 
     def run(model: nn.Module, module: nn.Module, batch: Tensor, cast: bool) -> dict[str, Tensor]:
@@ -181,7 +183,9 @@ def gradients(mode: str | None, autocast: bool, overlap: str, head_width: int, f
     for wrapper in ("alone", "lockstep"):
         torch._dynamo.reset()
         module = copy.deepcopy(base)
-        options = {"bucket_cap_mb": base.norm.weight.nbytes / 512, "overlap": overlap} if wrapper == "lockstep" else {}
+        # Several buckets in either size of model: with one alone nothing would be launched before the end.
+        cap = base.norm.weight.nbytes / 512 if IS_GPU else 0.005
+        options = {"bucket_cap_mb": cap, "overlap": overlap} if wrapper == "lockstep" else {}
         model = wrapped(wrapper, module, False, **options)
         change(model, forced and wrapper == "lockstep", hook=False)
         batch = mine if wrapper == "lockstep" else whole

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lockstep.ddp import DistributedDataParallel
+from lockstep.ddp.activate import activate
 from lockstep.ddp.options import Overlap
 from lockstep.graph.backend import STRATEGIES
 from lockstep.graph.explain import Explanation
@@ -33,6 +34,7 @@ def compile(model: Any, *, overlap: Overlap | None = None, verbose: bool = False
         if overlap is not None:
             wrapper.overlap = overlap
         wrapper._parts.compilation.explains_when_settled = verbose
+    activate()  # the model may be wrapped later, and the backend "lockstep" be asked for now
     return torch.compile(model, **options)
 
 

@@ -12,9 +12,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-import torch.nn.parallel.distributed as torch_ddp_module
-
 from lockstep import settings
 
 __all__ = ["install", "uninstall"]
@@ -42,10 +39,14 @@ def install() -> None:
     ``torch.distributed.init_process_group()`` takes the backend that ``lockstep run`` chose
     (LOCKSTEP_BACKEND); a backend that the program names itself is never changed.
     """
+    # Imported here: `import lockstep` has this module, and must stay light.
+    import torch.distributed as dist
+
+    from lockstep import torch_private
     from lockstep.ddp import DistributedDataParallel
 
     if not _stand_ins:
-        _stand_ins.append((torch_ddp_module.DistributedDataParallel, DistributedDataParallel))
+        _stand_ins.append((torch_private.TorchDDP, DistributedDataParallel))
         _stand_ins.append((dist.init_process_group, _with_default_backend(dist.init_process_group)))
     for name, module in list(sys.modules.items()):
         # Some libraries put objects that are no modules there; Lockstep itself must keep sight of torch's
@@ -58,11 +59,15 @@ def uninstall() -> None:
     """Put back every reference that ``install()`` exchanged; nothing happens where it was not called.
 
     A reference that someone else changed since then is left alone, and so is one that a module took while
-    Lockstep was installed: it cannot be told from an import of Lockstep's own class.
+    Lockstep was installed: it cannot be told from an import of Lockstep's own class.  Only torch itself cannot have
+    meant Lockstep, so its modules that were loaded meanwhile get their own back.
     """
     for module, attribute, old, new in reversed(_replaced):
         if vars(module).get(attribute) is new:
             vars(module)[attribute] = old
+    for name, module in list(sys.modules.items()):
+        if _stand_ins and isinstance(module, ModuleType) and name.partition(".")[0] == "torch":
+            _put_back_in(module)
     _replaced.clear()
     _stand_ins.clear()
 
@@ -75,6 +80,14 @@ def _replace_in(module: ModuleType) -> None:
             if value is old:
                 namespace[attribute] = new
                 _replaced.append(_Replaced(module, attribute, old, new))
+
+
+def _put_back_in(module: ModuleType) -> None:
+    namespace = vars(module)
+    for attribute, value in list(namespace.items()):
+        for old, new in _stand_ins:
+            if value is new:
+                namespace[attribute] = old
 
 
 def _with_default_backend(init_process_group: Callable[..., None]) -> Callable[..., None]:

@@ -92,23 +92,23 @@ def test_a_pass_of_the_user_runs_before_ours_and_sees_no_launch() -> None:
 
 def test_autocast_gradients_are_packed_before_they_are_cast() -> None:
     dtypes: list[torch.dtype] = []
-    from lockstep.engine import delivery
+    from lockstep.engine.feeders import graph as feeder
 
-    before = delivery.deliver
+    before = feeder.deliver
 
-    def look(grads: list[Tensor], parameters: list[Tensor]) -> Tensor:
+    def look(grads: list[Tensor], parameters: list[Tensor], group: int) -> Tensor:
         dtypes.extend(g.dtype for g in grads)
-        return before(grads, parameters)
+        return before(grads, parameters, group)
 
     ddp = lockstep.DDP(model(), bucket_cap_mb=1e-5)
     compiled = torch.compile(ddp, backend="aot_eager")
-    delivery.deliver = look  # type: ignore[assignment]
+    feeder.deliver = look  # type: ignore[assignment]
     try:
         with torch.autocast("cpu", torch.bfloat16):
             out = compiled(torch.ones(3, 4))
         out.float().square().sum().backward()
     finally:
-        delivery.deliver = before
+        feeder.deliver = before
     assert torch.bfloat16 in dtypes
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in ddp.parameters())
 
@@ -181,8 +181,7 @@ def test_a_changed_plan_compiles_anew() -> None:
 def test_the_operators_keep_the_contract_of_operators() -> None:
     gradients, parameters = [torch.ones(3), torch.ones(2, 2)], [torch.ones(3), torch.ones(2, 2)]
     with torch.no_grad():
-        told = torch.library.opcheck(ops.launch, (gradients, parameters))
-        told |= torch.library.opcheck(ops.collect, ([torch.ones(3)],))
+        told = torch.library.opcheck(ops.launch, (gradients, parameters, 0))
     assert set(told.values()) == {"SUCCESS"}
 
 

@@ -64,7 +64,8 @@ def disagreement(watch: Watch, key: str, mine: Stamp, timeout_seconds: float) ->
 
 def describe_difference(stamps: Mapping[int, Mapping[str, object]], window: int) -> Disagreement:
     """The same error on all ranks: each field that differs, as a table of rank and value."""
-    sections, first = [], {}
+    sections: list[str] = []
+    first: dict[int, str] = {}
     for field, (title, cause) in _WORDS.items():
         values = {rank: _shown(stamp.get(field)) for rank, stamp in stamps.items()}
         if len(set(values.values())) > 1:

@@ -1,70 +1,19 @@
-"""The ``lockstep`` command and its subcommands.  Each subcommand's work is in a file of its own."""
+"""Entry point of the ``lockstep`` console script."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
-
-import typer
-from typer.core import TyperCommand
 
 from lockstep.version import __version__
 
-app = typer.Typer(
-    name="lockstep",
-    help="Data-parallel training for PyTorch in which every rank stays in step.",
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
-
-
-class Verbatim(TyperCommand):
-    """A command that gets its words untouched: torchrun's own parser reads them, not this one."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.args = list(args)
-        return []
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"lockstep {__version__}")
-        raise typer.Exit()
-
-
-@app.callback()
-def _global_options(
-    version: bool = typer.Option(
-        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
-    ),
-) -> None:
-    """Data-parallel training for PyTorch in which every rank stays in step."""
-
-
-@app.command("run", cls=Verbatim, add_help_option=False)
-def run_command(ctx: typer.Context) -> None:
-    """Launch SCRIPT on N ranks: lockstep run --nproc N SCRIPT ARGS...  Takes every torchrun option."""
-    # Imported here: the launcher pulls in torch, which `lockstep --version` does not need.
-    from lockstep.cli.run import launch
-
-    sys.exit(launch(ctx.args))
-
-
-@app.command("env")
-def env_command(as_json: bool = typer.Option(False, "--json", help="Print JSON instead of tables.")) -> None:
-    """Print versions and what is usable on this machine."""
-    from lockstep.cli.env import collect, print_json, print_tables
-
-    facts = collect()
-    if as_json:
-        print_json(facts)
-    else:
-        print_tables(facts)
-
 
 def main() -> None:
-    """Entry point of the ``lockstep`` console script."""
+    """Run the command; the version is printed before anything that takes time to import."""
+    if sys.argv[1:] == ["--version"]:
+        print(f"lockstep {__version__}")
+        return
+    from lockstep.cli.commands import app
+
     app()
 
 

@@ -89,7 +89,7 @@ class Compilation:
         self._num_graphs_seen = self._num_graphs_checked = -1
         self._num_passes_to_check = 0
 
-    @torch.compiler.disable
+    @torch_private.without_compiler
     def measure_before(self, compiler_is_watching: bool) -> None:
         """Ask the others, in the first forward that will have a backward; see [Note: when the plan is chosen]."""
         self.has_asked = True

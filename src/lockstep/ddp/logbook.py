@@ -72,7 +72,7 @@ class Logbook:
         unused = [slot for slot in reducer.slots if slot.found_unused]
         return {
             # The layout is fixed before the first backward; torch's users read here whether it may still change.
-            "has_rebuilt_buckets": int(not step.finds_unused or step.static_graph),
+            "has_rebuilt_buckets": int(not step.finds_unused or step.static.is_on),
             "rebuilt_bucket_sizes": ", ".join(str(bucket.num_bytes) for bucket in reducer.plan),
             "rebuilt_per_bucket_param_indices": ", ".join(
                 " ".join(str(by_name[name]) for name in bucket.names) for bucket in reducer.plan

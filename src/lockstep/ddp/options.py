@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.engine.grad_memory import GradOwnership
-from lockstep.engine.step import Check
+from lockstep.engine.union import Check
 from lockstep.graph.backend import STRATEGIES
 from lockstep.plan import BucketCaps, Plan
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from lockstep.ddp.activate import activate
 from lockstep.ddp.buffers import BufferSync
 from lockstep.ddp.compilation import Compilation
 from lockstep.ddp.delay import delayed_reduction
@@ -74,18 +75,17 @@ def build_parts(
     update_group: Callable[[Any], None],
 ) -> Parts:
     """Build the engine, and around it what the wrapper needs."""
+    activate()
     module, ignored, device, caps = wrapped.module, wrapped.ignored, wrapped.placement.device, wrapped.caps
     precision = LowPrecision(options.mixed_precision, module)
     memory = GradMemory(options.ownership, precision.reduce_dtype)
     step = SyncStep(
         Reducer(wrapped.plan, wrapped.slots, peers.transport(), memory, Timeline(peers.rank)),
         peers.lane,
-        peers.control,
-        name=peers.name,
+        peers.union(),
         wants_sync=wants_sync,
         finds_unused=options.find_unused_parameters,
         skips_unused_buckets=options.skip_all_reduce_unused_params,
-        check=options.check,
     )
     precision.serve(step)
     note_engine_errors(data, step)

@@ -10,8 +10,9 @@ from lockstep.agree.control import ControlPlane, control_of
 from lockstep.agree.watch import Watch
 from lockstep.engine.audit import CollectiveAudit
 from lockstep.engine.lane import Lane, lane_of
-from lockstep.engine.step import Check, SyncStep
+from lockstep.engine.step import SyncStep
 from lockstep.engine.transport import Transport
+from lockstep.engine.union import Check, Union
 
 
 class Peers:
@@ -54,6 +55,10 @@ class Peers:
     def control(self) -> ControlPlane | None:
         return control_of(self.group)
 
+    def union(self) -> Union:
+        """Make what compares this wrapper with its twins at the end of a step."""
+        return Union(self.control, self.name, self._check)
+
     @property
     def lane(self) -> Lane:
         return lane_of(self.group)
@@ -70,10 +75,10 @@ class Peers:
         """Go on with another group, and take ``step`` along."""
         self._meet(group, "wrappers")
         step.reducer.use_transport(self.transport())
-        step.control = self.control
+        step.union.control = self.control
         step.lane.leave(step)
         step.lane = self.lane
         step.lane.enter(step)
-        step.name = self.name
+        step.union.name = self.name
         # Members of the new group may come from groups that have reduced more or less often.
         step.num_windows = step.num_updates = step.num_resets = 0

@@ -90,7 +90,7 @@ class PlanKeeper:
         """
         if self.is_confirmed or self._step.num_windows == 0:
             return
-        if self._step.finds_unused and not self._step.static_graph:
+        if self._step.finds_unused and not self._step.static.is_on:
             return
         self.is_confirmed = True
         if self._order == "observed" and self.plan.order != "observed":

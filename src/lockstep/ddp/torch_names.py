@@ -78,7 +78,7 @@ class TorchNames:
     lazy_bucket_allocation = _alias("_options.lazy_bucket_allocation")
     skip_all_reduce_unused_params = _alias("_parts.step.skips_unused_buckets")
     find_unused_parameters = _alias("_parts.step.finds_unused")
-    static_graph = _alias("_parts.step.static_graph")
+    static_graph = _alias("_parts.step.static.is_on")
     overlap = _alias("_parts.compilation.overlap")
     bucket_bytes_cap = _alias("_wrapped.caps.cap_bytes")
     broadcast_bucket_size = _alias("_parts.buffers.chunk_bytes")

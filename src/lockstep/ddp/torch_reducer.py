@@ -84,6 +84,18 @@ class TorchReducer:
     def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool = True) -> None:
         """Nothing to set: under join() the wrapper asks itself how many ranks still have data."""
 
+    def _delay_all_reduce(self) -> None:
+        """Nothing to do: the backward has reduced what it brought, also with static_graph=True."""
+
+    def _set_optimizer_in_backward(self) -> None:
+        """Nothing to set: optimizers in the backward are found in the first forward."""
+
+    def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
+        """Nothing to set: the wrapper's ``mixed_precision=`` says it."""
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        self._logger.sample_rate = sample_rate
+
     def set_logger(self, logger: Any) -> None:
         """Nothing to set: the wrapper logs by itself, see ``_get_ddp_logging_data``."""
 
@@ -157,7 +169,7 @@ class TorchReducer:
         self._update_group(new_process_group)
 
     def _set_static_graph(self) -> None:
-        self._step.static_graph = True
+        self._step.static.is_on = True
 
     def _set_sparse_metadata(self, metadata: dict[str, Tensor]) -> None:
         self._step.reducer.mean.sparse_rows = dict(metadata)

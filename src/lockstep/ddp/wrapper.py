@@ -33,8 +33,7 @@ from lockstep.ddp.parts import BROADCAST_CHUNK_BYTES, build_parts
 from lockstep.ddp.peers import Peers
 from lockstep.ddp.torch_names import TorchNames
 from lockstep.engine.optimizer_in_backward import take_over_optimizers
-from lockstep.engine.step import Check
-from lockstep.graph.backend import OverlapCompiler
+from lockstep.engine.union import Check
 from lockstep.graph.explain import Explanation
 from lockstep.observe.logging_data import LoggingData
 from lockstep.observe.metrics import metrics_of
@@ -179,7 +178,7 @@ class DistributedDataParallel(TorchNames, _Base):
     def _set_static_graph(self) -> None:
         """Promise that every step uses the same parameters, as often as the first one does."""
         step = self.step
-        if step.static_graph:
+        if step.static.is_on:
             warnings.warn("static_graph is already set; there is no need to set it again.", stacklevel=2)
             return
         if step.num_windows or step.state.value != "idle":
@@ -188,7 +187,7 @@ class DistributedDataParallel(TorchNames, _Base):
                 RuntimeError,
                 "_set_static_graph should be called before training loop starts, that is before the first backward.",
             )
-        step.static_graph = True
+        step.static.is_on = True
         self.logger.values["static_graph"] = 1
         if step.finds_unused:
             warnings.warn(
@@ -292,7 +291,9 @@ class DistributedDataParallel(TorchNames, _Base):
         if torch.compiler.is_exporting():
             raise RuntimeError("torch.export cannot export a data-parallel wrapper; export lockstep.unwrap(model).")
         if not self._parts.compilation.has_asked and torch.is_grad_enabled() and not self._parts.uneven.is_on:
-            self._parts.compilation.measure_before(torch_private.compiler_is_watching())
+            self._parts.compilation.measure_before(
+                torch.compiler.is_compiling() or torch_private.compiler_is_watching()
+            )
         with torch_private.RecordFunction("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             before = DistributedDataParallel._active_ddp_module
@@ -308,7 +309,7 @@ class DistributedDataParallel(TorchNames, _Base):
                 torch_private.TorchDDP._active_ddp_module = before_torch
             return self._post_forward(output)
 
-    @torch.compiler.disable
+    @torch_private.without_compiler
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         self._forward_start = now()
         if not self._lazy_init_ran:
@@ -344,7 +345,7 @@ class DistributedDataParallel(TorchNames, _Base):
             return None  # never
         return self.module(*inputs, **kwargs)
 
-    @torch.compiler.disable
+    @torch_private.without_compiler
     def _post_forward(self, output: Any) -> Any:
         if self._parts.buffers.will_sync_after:
             self._sync_buffers()
@@ -385,7 +386,7 @@ class DistributedDataParallel(TorchNames, _Base):
     # ---------------------------------------------------------------- as a module
 
     @contextmanager
-    @torch.compiler.disable(recursive=False)
+    @torch_private.frame_without_compiler
     def _inside_ddp_forward(self) -> Iterator[None]:
         """Be the wrapper that is running, for compilers."""
         before, before_torch = DistributedDataParallel._active_ddp_module, torch_private.TorchDDP._active_ddp_module
@@ -427,7 +428,7 @@ class DistributedDataParallel(TorchNames, _Base):
             plan=self.plan.to_json(),
             overlap=self._parts.compilation.overlap,
             find_unused_parameters=self.step.finds_unused,
-            static_graph=self.step.static_graph,
+            static_graph=self.step.static.is_on,
             broadcast_buffers=None,
             forward_sync_buffers=self._parts.buffers.syncs_in_forward,
             check_reduction=False,
@@ -452,18 +453,7 @@ class DistributedDataParallel(TorchNames, _Base):
 
 
 # isinstance(model, torch.nn.parallel.DistributedDataParallel) is how libraries ask "is this wrapped?".
-nn.parallel.DistributedDataParallel.register(DistributedDataParallel)  # type: ignore[attr-defined]
-
-
-def _overlap_compiler(
-    bucket_bytes_cap: int, backend_compile_fn: Callable[..., Any], first_bucket_cap: int | None = None
-) -> OverlapCompiler | None:
-    """For the wrapper that runs, if it is ours: see graph/backend.py."""
-    ddp = DistributedDataParallel._active_ddp_module
-    return ddp._parts.compilation.compiler_for(backend_compile_fn) if isinstance(ddp, DistributedDataParallel) else None
-
-
-torch_private.stand_in_for_ddp_optimizer(_overlap_compiler)
+torch_private.TorchDDP.register(DistributedDataParallel)
 
 # Where users find it; the file is a matter of ours.
 DistributedDataParallel.__module__ = "lockstep.ddp"

@@ -39,6 +39,7 @@ class DelayedReduction:
         """A new forward: what came before does not count for its backward."""
         self._came.clear()
 
+    @torch_private.leave_to_python
     def _on_trigger(self, gradient: Tensor) -> Tensor:
         """Launch the buckets whose gradients are all there; a compiled backward hands out all at once, so some may not
         be: those leave when the backward is over."""
@@ -57,6 +58,7 @@ class DelayedReduction:
             slot.dirty = True
         self._reducer.launch(bucket, gradients)
 
+    @torch_private.leave_to_python
     def _finish(self, waiting: list[LiveBucket]) -> None:
         self._came.clear()
         with torch.no_grad():

@@ -95,6 +95,7 @@ class Lane:
         for other in self._running[self._running.index(member) + 1 :]:
             other.send_complete()
 
+    @torch_private.leave_to_python
     def _end(self) -> None:
         with self.lock:
             running, self._running, self._callback_queued = self._running, [], False

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 _num_registrations = 0
+_is_counting = False
 
 
 def num_registrations() -> int:
@@ -18,4 +19,9 @@ def _count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None
     _num_registrations += 1
 
 
-register_module_parameter_registration_hook(_count)
+def start() -> None:
+    """Begin to count.  The hook is on all modules of the process, so it waits for the first wrapper."""
+    global _is_counting
+    if not _is_counting:
+        _is_counting = True
+        register_module_parameter_registration_hook(_count)

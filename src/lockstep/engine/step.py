@@ -34,26 +34,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep import errors, torch_private
-from lockstep.agree.control import Answer, ControlPlane, from_words, to_words
-from lockstep.agree.stamp import Stamp, disagreement
+from lockstep.agree.stamp import Stamp
 from lockstep.engine.bucket import LiveBucket, Slot
 from lockstep.engine.exchange import MeanExchange
 from lockstep.engine.grad_memory import GradOwnership, leave_memory
 from lockstep.engine.lane import Lane
 from lockstep.engine.reducer import Reducer
+from lockstep.engine.static_graph import StaticGraph
+from lockstep.engine.union import Union
 from lockstep.observe.timeline import now
 
-Check = Literal["step", "collective", "off"]
 _requires_grad = attrgetter("requires_grad")
 _dtype_of = attrgetter("dtype")
-_STAMP_SECONDS = 60.0
-_RESET_SECONDS = 60.0
+_MEETING_SECONDS = 60.0
 
 
 class State(Enum):
@@ -78,19 +77,15 @@ class SyncStep:
         self,
         reducer: Reducer,
         lane: Lane,
-        control: ControlPlane | None,
+        union: Union,
         *,
-        name: str,
         wants_sync: Callable[[], bool],
         finds_unused: bool = False,
         skips_unused_buckets: bool = False,
-        check: Check = "step",
     ) -> None:
         self.reducer = reducer
         self.lane = lane
-        self.control = control
-        self.name = name
-        self.check: Check = check
+        self.union = union
         self.finds_unused = finds_unused
         self.skips_unused_buckets = skips_unused_buckets
         self.state = State.IDLE
@@ -104,11 +99,7 @@ class SyncStep:
         self.has_forward = False  # a forward with gradients ran since the last reduction
         # The end of the window is the caller's to choose, see ``finalize``.
         self.ends_by_hand = False
-        # static_graph: the first window shows how often each parameter fires.
-        self.static_graph = False
-        self.graph_is_learned = False
-        self._just_learned = False
-        self._fire_order: list[Slot] = []
+        self.static = StaticGraph()
         # Moments that others take part in: optimizers in the backward, mixed precision, logging.
         self.after_bucket: Callable[[LiveBucket], None] | None = None
         self.before_hand_out: Callable[[], None] | None = None
@@ -134,8 +125,7 @@ class SyncStep:
         """The reducer has a new plan: count anew."""
         self._parameters = [slot.parameter for slot in self.reducer.slots]
         self._dtypes = self._planned_dtypes = list(map(_dtype_of, self._parameters))
-        self.graph_is_learned = False
-        self._fire_order = []
+        self.static.forget()
 
     def _forget_window(self) -> None:
         self._next = 0
@@ -223,7 +213,7 @@ class SyncStep:
         watch = self.reducer.transport.watch
         if watch.board is None:
             return
-        told = watch.meet("a change of parameters' dtypes", " ".join(map(str, dtypes)), _STAMP_SECONDS)
+        told = watch.meet("a change of parameters' dtypes", " ".join(map(str, dtypes)), _MEETING_SECONDS)
         if len(set(told.values())) > 1:
             names = self._cast_names()
             raise errors.Disagreement(
@@ -241,22 +231,22 @@ class SyncStep:
         ]
 
     def _mark_known_unused(self) -> None:
-        if self.static_graph or self._used_in_forward is not None:
+        if self.static.is_on or self._used_in_forward is not None:
             unused = [slot for slot in self.reducer.slots if self._is_known_unused(slot)]
         elif self._frozen:
             unused = [slot for slot in self.reducer.slots if not slot.parameter.requires_grad]
         else:
             return
         for slot in unused:
-            if slot.dirty and self.static_graph and slot.parameter.requires_grad:
+            if slot.dirty and self.static.is_on and slot.parameter.requires_grad:
                 raise errors.graph_changed(slot.place, rank=self.reducer.rank, expected=0)
             self._mark_ready(slot, found_unused=True)
 
     def _is_known_unused(self, slot: Slot) -> bool:
         if not slot.parameter.requires_grad:
             return True  # frozen since it was wrapped
-        if self.static_graph:
-            return self.graph_is_learned and slot.expected_fires == 0
+        if self.static.is_on:
+            return self.static.is_unused(slot)
         return self._used_in_forward is not None and id(slot.parameter) not in self._used_in_forward
 
     # ---------------------------------------------------------------- gradients come in
@@ -302,7 +292,7 @@ class SyncStep:
         gradient = self.gradient_of(slot)
         if gradient is None and slot.is_taken:
             return  # a graph delivered it, and autograd had nothing to add
-        is_last = not self.static_graph or self._fired_for_the_last_time(slot)
+        is_last = not self.static.is_on or self.static.fires(slot, self.reducer.rank)
         if bucket.has_left:
             if gradient is not None and self.context_gradients is None:
                 self._remainders.add(bucket)
@@ -316,18 +306,6 @@ class SyncStep:
         if slot.stages_early and not slot.is_taken and self.context_gradients is None:
             self.reducer.stage(slot, gradient)
         self._mark_ready(slot)
-
-    def _fired_for_the_last_time(self, slot: Slot) -> bool:
-        """static_graph: whether ``slot`` has now received as many gradients as in the first window."""
-        slot.num_fires += 1
-        if not self.graph_is_learned:
-            if slot.num_fires == 1:
-                self._fire_order.append(slot)
-            return False  # the first window only watches; it is reduced as a whole at its end
-        expected = 1 if slot.expected_fires is None else slot.expected_fires  # None: learned as a joined rank
-        if slot.num_fires > expected:
-            raise errors.graph_changed(slot.place, rank=self.reducer.rank, expected=expected)
-        return slot.num_fires == expected
 
     def _mark_ready(self, slot: Slot, *, found_unused: bool = False) -> None:
         """Count ``slot``; send every bucket that is whole and whose turn it is."""
@@ -427,7 +405,7 @@ class SyncStep:
             return
         gradients = [self.gradient_of(slot) for slot in bucket.slots]
         self.reducer.launch(bucket, gradients, takes=self.context_gradients is None)
-        if self.after_bucket is not None and not (self.finds_unused or self.static_graph):
+        if self.after_bucket is not None and not (self.finds_unused or self.static.is_on):
             self._collect_landed(bucket)
 
     def _collect_landed(self, newest: LiveBucket) -> None:
@@ -485,15 +463,15 @@ class SyncStep:
 
     def _settle_missing(self, *, is_inner: bool) -> None:
         """Parameters that need not be waited for any longer count as ready."""
-        if self.all_launched and not self.static_graph:
+        if self.all_launched and not self.static.is_on:
             return
         missing = self.missing
         if self._rest_is_unused(is_inner):
             for slot in missing:
-                self._note_ready(slot, found_unused=not (self.static_graph and slot.num_fires))
-            if self.static_graph:
-                self.ready_order = self._fire_order
-        elif not self.static_graph and not is_inner and all(slot.dirty for slot in missing):
+                self._note_ready(slot, found_unused=not (self.static.is_on and slot.num_fires))
+            if self.static.is_on:
+                self.ready_order = self.static.order
+        elif not self.static.is_on and not is_inner and all(slot.dirty for slot in missing):
             # All of them got their gradient in passes that did not synchronise.
             for slot in missing:
                 self._note_ready(slot, found_unused=False)
@@ -506,13 +484,11 @@ class SyncStep:
 
     def _rest_is_unused(self, is_inner: bool) -> bool:
         """Whether parameters that are not ready at the end of a pass count as unused (or as a missing gradient)."""
-        if not self.static_graph:
+        if not self.static.is_on:
             return self.finds_unused and not is_inner
-        if self.graph_is_learned:
+        if self.static.is_learned:
             return False
-        self.graph_is_learned = self._just_learned = True
-        for slot in self.reducer.slots:
-            slot.expected_fires = slot.num_fires
+        self.static.learn(self.reducer.slots)
         return True
 
     def end_pass(self, *, is_inner: bool) -> None:
@@ -558,7 +534,7 @@ class SyncStep:
         self._used_in_forward = None
         self._note_unused()
         self.state = State.IDLE
-        self._just_learned = self.holds_local_gradients = self.has_forward = False
+        self.static.just_learned = self.holds_local_gradients = self.has_forward = False
         self.has_fresh_gradients = True
         self.num_windows += 1
         self.reducer.timeline.end_step()
@@ -567,24 +543,15 @@ class SyncStep:
 
     def _unite(self) -> int:
         """Compare stamps; returns what any rank has: remainders by bucket, or parameters reached, as a set of bits."""
-        mine, num_bits = self._own_bits()
-        if self.control is None:
-            return self._without_control(mine)
-        watch = self.reducer.transport.watch
-        stamp = self._stamp() if self.check != "off" else None
-        digest = stamp.digest() if stamp is not None else 0
-        if not self.reducer.exchange.keeps_order:
-            self.reducer.land_unordered()
-        answer = self.control.start_or([digest, ~digest, *to_words(mine, num_bits)], watch)
-        used = self._start_used()
-        told = answer.wait(self._closing_moment)
-        if told[0] != digest or told[1] != ~digest:
-            assert stamp is not None, "ranks agreed on check= when they wrapped"
-            key = f"{self.num_windows} {self.num_resets}"
-            raise disagreement(watch, key, stamp, _STAMP_SECONDS)
-        if used is not None:
-            self.used_counts = used.wait(self._closing_moment)
-        return from_words(told[2:])
+        bits, num_bits = self._own_bits()
+        used = self.local_used_counts() if self._asks_for_used() else None
+        if self.union.control is None:
+            return self._unite_alone(bits, used)
+        self.reducer.land_unordered()
+        moment = self._closing_moment
+        bits, counts = self.union.unite(self.reducer.transport, self._stamp, bits, num_bits, used, moment)
+        self.used_counts = self.used_counts if counts is None else counts
+        return bits
 
     def _own_bits(self) -> tuple[int, int]:
         if self.kind is Kind.FOLLOW_UP:
@@ -592,22 +559,18 @@ class SyncStep:
             return _bits(slot.position for slot in slots if slot.ready), len(slots)
         return _bits(bucket.index for bucket in self._remainders), len(self.reducer.buckets)
 
-    def _without_control(self, mine: int) -> int:
+    def _unite_alone(self, bits: int, used: list[int] | None) -> int:
         """In a world of one, or where ranks have no way to tell each other anything but gradients."""
-        used = self._local_used()
-        self.used_counts = used if used is not None else self.used_counts
-        if self.reducer.world == 1:
-            return mine
-        if self.kind is Kind.FOLLOW_UP:
-            return (1 << len(self.reducer.slots)) - 1
-        if mine:
-            raise errors.late_gradient(self._late_names(self._remainders), rank=self.reducer.rank, hook="")
+        reducer = self.reducer
         if used is not None:
-            flight = self.reducer.transport.start_all_reduce(
-                counts := torch.tensor(used, dtype=torch.int32, device=self._parameters[0].device), mean=False
-            )
-            self.reducer.transport.land(flight, "the exchange of used parameters")
-            self.used_counts = counts.tolist()
+            device = self._parameters[0].device
+            self.used_counts = used if reducer.world == 1 else self.union.count_used(reducer.transport, used, device)
+        if reducer.world == 1:
+            return bits
+        if self.kind is Kind.FOLLOW_UP:
+            return (1 << len(reducer.slots)) - 1
+        if bits:
+            raise errors.late_gradient(self._late_names(self._remainders), rank=reducer.rank, hook="")
         return 0
 
     def _closing_moment(self) -> str:
@@ -617,7 +580,7 @@ class SyncStep:
         reducer = self.reducer
         divisor = reducer.mean.divisor
         return Stamp(
-            wrapper=self.name,
+            wrapper=self.union.name,
             window=self.num_windows,
             kind=self.kind.value,
             updates=self._updates_before,
@@ -629,13 +592,13 @@ class SyncStep:
             resets=self.num_resets,
         )
 
-    def _local_used(self) -> list[int] | None:
-        """1 for each parameter, in declaration order, that this rank has a new gradient for; None if nobody asks."""
-        if self.kind is Kind.FOLLOW_UP or not (
-            self._just_learned if self.static_graph else self.finds_unused and not self.skips_unused_buckets
-        ):
-            return None
-        return self.local_used_counts()
+    def _asks_for_used(self) -> bool:
+        """Whether ranks must know which parameters any of them used."""
+        if self.kind is Kind.FOLLOW_UP:
+            return False
+        if self.static.is_on:
+            return self.static.just_learned
+        return self.finds_unused and not self.skips_unused_buckets
 
     def local_used_counts(self) -> list[int]:
         """1 for each parameter, in declaration order, that this rank has a new gradient for."""
@@ -643,17 +606,11 @@ class SyncStep:
             int(slot.dirty and (slot.is_taken or self.gradient_of(slot) is not None)) for slot in self.reducer.slots
         ]
 
-    def _start_used(self) -> Answer | None:
-        used = self._local_used()
-        return (
-            None if used is None or self.control is None else self.control.start_sum(used, self.reducer.transport.watch)
-        )
-
     def _is_used(self) -> Callable[[Slot], bool] | None:
         """Which parameters any rank used; the others keep their .grad as it was (None, usually)."""
-        if self.kind is Kind.FOLLOW_UP or not (self.static_graph or self.finds_unused):
+        if self.kind is Kind.FOLLOW_UP or not (self.static.is_on or self.finds_unused):
             return None
-        if self.finds_unused and self.skips_unused_buckets and not self.static_graph:
+        if self.finds_unused and self.skips_unused_buckets and not self.static.is_on:
             return lambda slot: slot.dirty or not slot.found_unused
         counts = self.used_counts
         return None if counts is None else lambda slot: counts[slot.position] > 0
@@ -727,8 +684,7 @@ class SyncStep:
 
         The mean gradients are kept, because an optimizer that is part of the join (ZeRO) steps its share with them.
         """
-        self._just_learned = self.static_graph and not self.graph_is_learned
-        self.graph_is_learned = self.static_graph
+        self.static.learn_as_joined()
         self.kind = Kind.FULL
         reducer = self.reducer
         for bucket in reducer.buckets:
@@ -736,14 +692,11 @@ class SyncStep:
             reducer.launch(bucket, [None] * len(bucket.slots), takes=False)
         reducer.land_unordered()
         remaining: list[LiveBucket] = []
-        if self.control is not None:
-            watch = reducer.transport.watch
-            answer = self.control.start_or([0, 0, *to_words(0, len(reducer.buckets))], watch)
-            asks = self._just_learned if self.static_graph else self.finds_unused and not self.skips_unused_buckets
-            used = self.control.start_sum([0] * len(reducer.slots), watch) if asks else None
-            remaining = self._remaining(from_words(answer.wait(self._closing_moment)[2:]))
-            if used is not None:
-                self.used_counts = used.wait(self._closing_moment)
+        if self.union.control is not None:
+            num_used = len(reducer.slots) if self._asks_for_used() else 0
+            bits, counts = self.union.mirror(reducer.transport, len(reducer.buckets), num_used, self._closing_moment)
+            self.used_counts = self.used_counts if counts is None else counts
+            remaining = self._remaining(bits)
         is_used = self._is_used()
         for bucket in reducer.buckets:
             reducer.collect(bucket)
@@ -752,7 +705,7 @@ class SyncStep:
             reducer.hand_out(bucket, is_used)
             if bucket in remaining:
                 reducer.add_late(bucket, [None] * len(bucket.slots))
-        self._just_learned = False
+        self.static.just_learned = False
         self.num_windows += 1
 
     def _note_unused(self) -> None:
@@ -778,7 +731,7 @@ class SyncStep:
             rank=self.reducer.rank,
             num_parameters=len(self.reducer.slots),
             finds_unused=self.finds_unused,
-            static_graph=self.static_graph,
+            static_graph=self.static.is_on,
         )
 
     def reset_together(self) -> None:
@@ -789,11 +742,11 @@ class SyncStep:
             sent = sum(bucket.has_left and not bucket.skipped for bucket in reducer.buckets)
             sent = sent if self.state is not State.IDLE else 0
             watch.forget_failure()
-            told = watch.meet("reset_sync_window()", str(sent), _RESET_SECONDS)
+            told = watch.meet("reset_sync_window()", str(sent), _MEETING_SECONDS)
             if isinstance(reducer.exchange, MeanExchange):
                 self._catch_up(sent, max(map(int, told.values())))
-            if self.control is not None:
-                self.control.renew()
+            if self.union.control is not None:
+                self.union.control.renew()
             watch.clear_failure()
         self.reset()
 
@@ -813,7 +766,7 @@ class SyncStep:
         self._forget_window()
         self._used_in_forward = None
         self._post_backward_futures = []
-        self._just_learned = False
+        self.static.just_learned = False
         self.lane.forget_broken_pass()
         self.forget_pass()
 

@@ -210,9 +210,6 @@ def lockstep_backend(
     return torch_private.inductor_backend(mode, options)(gm, inputs)  # type: ignore[no-any-return]
 
 
-torch_private.register_backend(lockstep_backend, "lockstep")
-
-
 def _compile_with_inductor(
     backend: Any,
     config: dict[str, Any],

@@ -20,7 +20,7 @@ from lockstep.graph import ops
 
 _NARROW = (torch.bfloat16, torch.float16)
 # What the passes make of a graph; caches outlive an upgrade, so it grows whenever that changes (a test watches it).
-VERSION = 2
+VERSION = 3
 _GROUP_KEY = "lockstep_group"  # in the meta of a launch: which of the record's groups it is
 
 
@@ -70,7 +70,7 @@ class GraphRecord:
         return hashlib.blake2b(f"{VERSION} {self.groups!r}".encode(), digest_size=16).hexdigest()
 
     def input_groups(self) -> list[list[int]]:
-        """Each group as the indices of its parameters among the graph's inputs."""
+        """Each group as the indices of its parameters among the graph's inputs; empty for one that is not launched."""
         return [[member.input_index for member in group.members] for group in self.groups]
 
 
@@ -84,8 +84,9 @@ def put_launches(graph: fx.Graph, record: GraphRecord) -> None:
     results = list(output.args[0])  # type: ignore[arg-type]
     order = {node: position for position, node in enumerate(graph.nodes)}
     placed: list[Group] = []
-    for candidate in record.groups:
+    for number, candidate in enumerate(record.groups):
         group = _with_gradients(candidate, gradient_positions, inputs, results, record.left_out)
+        placed.append(group)
         if not group.members:
             continue
         computed = [results[gradient_positions[m.input_index]] for m in group.members]
@@ -93,7 +94,7 @@ def put_launches(graph: fx.Graph, record: GraphRecord) -> None:
         parameters = [inputs[m.input_index] for m in group.members]
         last = max([*gradients, *parameters], key=order.__getitem__)
         with graph.inserting_after(last):
-            flat = graph.call_function(ops.launch, (gradients, parameters))
+            flat = graph.call_function(ops.launch, (gradients, parameters, number))
         flat.meta["val"] = _fake_flat(parameters)
         before, offset = flat, 0
         for member, gradient in zip(group.members, computed, strict=True):
@@ -107,8 +108,7 @@ def put_launches(graph: fx.Graph, record: GraphRecord) -> None:
             offset += member.num_elements
         torch_private.copy_node_origin(last, flat)
         order[flat] = order[last]
-        flat.meta[_GROUP_KEY] = len(placed)
-        placed.append(group)
+        flat.meta[_GROUP_KEY] = number
     record.groups = placed
     output.args = (tuple(results),)
     graph.lint()

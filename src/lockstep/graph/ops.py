@@ -1,11 +1,11 @@
 """The operator that a compiled backward calls: ``launch``.
 
-    launch(grads, parameters) -> flat     the gradients of one bucket, or of a part of one, are there
+    launch(grads, parameters, group) -> flat     the gradients of one bucket, or of a part of one, are there
 
 It is opaque to the compiler, and what it does is decided when it runs: whether this pass synchronises (``no_sync``),
 what the communication hook does, what has accumulated in ``.grad`` before.  So none of that needs another graph.
-``launch`` is given the parameters themselves, not an index: one compiled graph may serve several modules of the same
-shape (blocks of a model, two wrapped models), and each call then finds its own bucket.  The graph's results are parts of
+One compiled graph may serve several modules of the same shape (blocks of a model, two wrapped models): ``group`` only
+counts the launches of the graph, and each run of it knows which bucket that is.  The graph's results are parts of
 the buffer that comes back; autograd gets them only where the gradients were not taken (``engine/feeders/graph.py``).
 
 [Note: a list, never a cat]  The gradients go in as a list and are packed outside of the graph.  A ``cat`` in the graph
@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lockstep import torch_private
 from lockstep.engine.feeders import graph as feeder
 
 # The memory order of the gradients does not matter, since they are packed one by one; and a CUDA graph must not record
@@ -25,19 +26,19 @@ from lockstep.engine.feeders import graph as feeder
 _TAGS = (torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe, torch.Tag.pt2_compliant_tag)
 
 _library = torch.library.Library("lockstep", "DEF")
-_library.define("launch(Tensor[] grads, Tensor[] parameters) -> Tensor", tags=_TAGS)
+_library.define("launch(Tensor[] grads, Tensor[] parameters, int group) -> Tensor", tags=_TAGS)
 
 
 # Where a backward is called by compiled code, or by compiled autograd, the compiler watches while these run; there is
 # nothing in them for it.
 @torch.library.impl(_library, "launch", "CompositeExplicitAutograd")
-@torch.compiler.disable
-def _launch(grads: list[Tensor], parameters: list[Tensor]) -> Tensor:
-    return feeder.deliver(grads, parameters)
+@torch_private.leave_to_python
+def _launch(grads: list[Tensor], parameters: list[Tensor], group: int) -> Tensor:
+    return feeder.deliver(grads, parameters, group)
 
 
 @torch.library.register_fake("lockstep::launch", lib=_library)
-def _fake_launch(grads: list[Tensor], parameters: list[Tensor]) -> Tensor:
+def _fake_launch(grads: list[Tensor], parameters: list[Tensor], group: int) -> Tensor:
     first = parameters[0]
     return torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
 

@@ -38,6 +38,7 @@ class DistAutogradFeeder:
                     node.register_hook(partial(self._on_node, slot))
                     self._nodes[key] = node
 
+    @torch_private.leave_to_python
     def _on_node(self, slot: Slot, *_: object) -> None:
         """The backward may run in another thread than the forward, so the forward's context is remembered."""
         if self._context is None:

@@ -53,9 +53,9 @@ class Run:
 
     __slots__ = ("__weakref__", "delivered", "node", "parts")
 
-    def __init__(self, node: Any, parts: dict[int, list[Part]]) -> None:
+    def __init__(self, node: Any, parts: list[list[Part]]) -> None:
         self.node = weakref.ref(node)
-        self.parts = parts  # by the id of the first parameter of each group
+        self.parts = parts  # of each group
         self.delivered: list[int] = []
 
 
@@ -68,31 +68,32 @@ class Region:
     def __init__(self, compiled: Callable[..., Any], groups: Sequence[Sequence[int]]) -> None:
         self._compiled = compiled
         self._groups = groups  # which of its inputs are parameters whose gradients it delivers together
-        self._parts: dict[int, tuple[Any, dict[int, list[Part]]]] = {}
+        self._first = next((group[0] for group in groups if group), None)
+        self._parts: dict[int, tuple[Any, list[list[Part]]]] = {}
 
     def __call__(self, *args: Any) -> Any:
         outputs = self._compiled(*args)
-        if self._groups and torch.is_grad_enabled():
-            self._note_run(self._groups, args, outputs)
+        if self._first is not None and torch.is_grad_enabled():
+            self._note_run(args[self._first], args, outputs)
         return outputs
 
-    def _note_run(self, groups: Sequence[Sequence[int]], args: Sequence[Any], outputs: Any) -> None:
+    def _note_run(self, first: Tensor, args: Sequence[Any], outputs: Any) -> None:
         node = _node_behind(outputs)
         if node is None:
             return
-        key, cached = id(args[groups[0][0]]), None
-        found = slot_of(args[groups[0][0]])
+        key, cached = id(first), None
+        found = slot_of(first)
         entry = self._parts.get(key)
         if entry is not None and found is not None and entry[0] is found[1]:
             cached = entry[1]
         if cached is None:
-            cached = _resolve(groups, args, node)
+            cached = _resolve(self._groups, args, node)
             if found is not None:
                 self._parts[key] = (found[1], cached)
         run = Run(node, cached)
-        node.metadata[_RUN] = run
+        torch_private.node_metadata(node)[_RUN] = run
         node.register_hook(partial(_withhold, run))
-        for step in {step for parts in cached.values() for part in parts if (step := part.step()) is not None}:
+        for step in {step for parts in cached for part in parts if (step := part.step()) is not None}:
             _runs.setdefault(step, weakref.WeakSet()).add(run)
 
 
@@ -103,18 +104,18 @@ def _node_behind(outputs: Any) -> Any:
         while node is not None and not torch_private.is_compiled_node(node):
             following = [n for n, _ in node.next_functions if n is not None]
             node = following[0] if len(following) == 1 else None  # outputs that are views are made outside of it
-        if node is not None and _RUN not in node.metadata:
+        if node is not None and _RUN not in torch_private.node_metadata(node):
             return node
     return None
 
 
-def _resolve(groups: Sequence[Sequence[int]], args: Sequence[Any], node: Any) -> dict[int, list[Part]]:
+def _resolve(groups: Sequence[Sequence[int]], args: Sequence[Any], node: Any) -> list[list[Part]]:
     """Which buckets the groups of a graph belong to, for the parameters of this run.
 
     One graph serves all modules of the same kind, so its groups need not be whole buckets.
     """
     positions = torch_private.accumulation_positions(node)
-    resolved: dict[int, list[Part]] = {}
+    resolved: list[list[Part]] = []
     for group in groups:
         parts: dict[LiveBucket, Part] = {}
         for member, index in enumerate(group):
@@ -128,20 +129,19 @@ def _resolve(groups: Sequence[Sequence[int]], args: Sequence[Any], node: Any) ->
             part.slots.append(slot)
             part.members.append(member)
             part.positions.append(position)
-        if parts:
-            resolved[id(args[group[0]])] = list(parts.values())
+        resolved.append(list(parts.values()))
     return resolved
 
 
 # ---------------------------------------------------------------- in the backward
 
 
-def deliver(gradients: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+def deliver(gradients: Sequence[Tensor], parameters: Sequence[Tensor], group: int) -> Tensor:
     """The operator ``launch``: take these gradients, or make one buffer of them for autograd; returns a buffer."""
     node = torch_private.current_node()
-    run = node.metadata.get(_RUN) if node is not None else None
-    parts = run.parts.get(id(parameters[0])) if run is not None else None
-    if parts is None:
+    run: Run | None = torch_private.node_metadata(node).get(_RUN) if node is not None else None
+    parts = run.parts[group] if run is not None else ()
+    if run is None or not parts:
         return pack(gradients, parameters)
     taken = [_deliver_part(part, gradients) for part in parts]
     for part, is_taken in zip(parts, taken, strict=True):
@@ -202,7 +202,7 @@ def _expect_all(step: SyncStep) -> None:
     for run in _runs.get(step, ()):
         node = run.node()
         if node is not None and torch_private.engine_will_run(node):
-            for parts in run.parts.values():
+            for parts in run.parts:
                 for part in parts:
                     if part.step() is step:
                         step.expect_delivery(part.bucket, part.slots)
@@ -219,9 +219,9 @@ def _why_not(step: SyncStep, part: Part, gradients: Sequence[Tensor]) -> str:
         return "another wrapper reduces it too"
     if memory.reduce_dtype is not None:
         return "native mixed precision reduces in another dtype"
-    if step.control is None and step.reducer.world > 1:
+    if step.union.control is None and step.reducer.world > 1:
         return "ranks of this group cannot tell each other what comes late"
-    if step.static_graph and not (step.graph_is_learned and all(slot.expected_fires == 1 for slot in part.slots)):
+    if step.static.is_on and not step.static.fires_once(part.slots):
         return "static_graph=True is still learning, or it is used several times"
     if step.context_gradients is not None or torch_private.current_dist_autograd_context() is not None:
         return "distributed autograd keeps gradients elsewhere"
@@ -243,6 +243,7 @@ def _will_accumulate_all(slots: Sequence[Slot]) -> bool:
     return (None not in nodes and torch_private.will_run_all(nodes)) or all(map(will_accumulate, slots))
 
 
+@torch_private.leave_to_python
 def _withhold(run: Run, results: tuple[Any, ...], _: object) -> tuple[Any, ...] | None:
     """When the node has run: take out of its results what was delivered; see [Note: withheld]."""
     delivered, run.delivered = run.delivered, []

@@ -58,6 +58,7 @@ class HookFeeder:
         self._handles = []
         registry.unregister(self._step)
 
+    @torch_private.leave_to_python
     def _on_gradient(self, slot: Slot, parameter: Tensor) -> None:
         """The hook: runs once per parameter and backward, so it does as little as it can."""
         if self._step.memory_is_shared and not registry.is_for(self._step, slot):
@@ -69,6 +70,7 @@ class HookFeeder:
         else:
             self._step.deliver(slot)
 
+    @torch_private.leave_to_python
     def _on_gradient_locked(self, slot: Slot, parameter: Tensor) -> None:
         """The hook for a module on several devices, each of which has its own backward thread."""
         with self._step.lane.lock:
@@ -80,17 +82,18 @@ class HookFeeder:
         """After a forward: find the parameters it used, and watch for the backward that starts from its outputs."""
         step = self._step
         outputs = [t for t in find_tensors(output) if t.requires_grad]
-        if step.finds_unused and not step.static_graph and outputs:
+        if step.finds_unused and not step.static.is_on and outputs:
             with record_function("search_unused_parameters"):
                 step.note_used(parameters_reached_from(outputs))
         for tensor in outputs:
             if tensor.grad_fn is not None:
                 tensor.register_hook(self._on_output_gradient)
 
+    @torch_private.leave_to_python
     def _on_output_gradient(self, _: Tensor) -> None:
         """The backward of a forward begins, in the outermost pass: its end says which parameters stayed without a gradient."""
         step = self._step
         with step.lane.lock:
             step.note_output_reached()
-            if step.finds_unused or step.static_graph:
+            if step.finds_unused or step.static.is_on:
                 step.lane.queue_end_of_outermost()

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import lockstep
 from lockstep import errors
-from lockstep.engine import packing
+from lockstep.engine.grad_memory import GradMemory
 
 ONE_EACH = 1e-5  # MiB: every parameter is a bucket
 
@@ -37,38 +38,96 @@ def steps(ddp: lockstep.DDP, model: Any, num: int = 4) -> None:
     assert all(bucket.left_in_graph for bucket in ddp.reducer.buckets)
 
 
-def test_buckets_come_from_the_graph_after_one_step_of_watching() -> None:
+def test_buckets_leave_inside_the_graph_from_the_first_step_on() -> None:
     ddp, model = compiled(two_layers())
     came = []
     for _ in range(3):
         ddp.zero_grad()
         model(torch.ones(2, 4)).sum().backward()
         came.append(all(bucket.left_in_graph for bucket in ddp.reducer.buckets))
-    assert came == [False, True, True]
+    assert came == [True, True, True]
 
 
-def test_a_backward_that_reaches_half_the_model_leaves_the_window_open() -> None:
+def test_two_forwards_and_one_backward_leave_inside_the_graph() -> None:
+    module = two_layers()
+    reference = copy.deepcopy(module)
+    ddp, model = compiled(module)
+    for step in range(3):
+        x, y = torch.randn(2, 4), torch.randn(2, 4)
+        for owner, run in ((ddp, model), (reference, reference)):
+            owner.zero_grad(set_to_none=step != 1)
+            (run(x).square().sum() + run(y).sum()).backward()
+        torch.testing.assert_close([p.grad for p in module.parameters()], [p.grad for p in reference.parameters()])
+        assert all(bucket.left_in_graph for bucket in ddp.reducer.buckets)
+
+
+def test_a_forward_whose_backward_never_comes_holds_nothing_back() -> None:
+    ddp, model = compiled(two_layers())
+    for _ in range(3):
+        ddp.zero_grad()
+        unused = model(torch.ones(2, 4))
+        model(torch.ones(2, 4)).sum().backward()
+        assert all(bucket.left_in_graph for bucket in ddp.reducer.buckets)
+        assert unused.grad_fn is not None
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_blocks_compiled_one_by_one_inside_a_checkpoint(use_reentrant: bool) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.linear(x))
+
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=use_reentrant)
+            return x
+
+    module = Blocks()
+    reference = copy.deepcopy(module)
+    for block in module.blocks:
+        block.compile(backend="aot_eager")
+    ddp = lockstep.DDP(module, bucket_cap_mb=ONE_EACH)
+    for _ in range(3):
+        x = torch.randn(2, 4, requires_grad=True)
+        for owner in (ddp, reference):
+            owner.zero_grad()
+            owner(x).square().sum().backward()
+        torch.testing.assert_close([p.grad for p in module.parameters()], [p.grad for p in reference.parameters()])
+        assert all(bucket.left_in_graph for bucket in ddp.reducer.buckets)
+
+
+def test_a_backward_without_a_forward_is_reduced_by_itself() -> None:
     ddp, model = compiled(two_layers())
     steps(ddp, model)
     ddp.zero_grad()
     ddp.module[1](torch.ones(2, 4)).sum().backward()
-    assert ddp.step.state.value == "open"
+    assert ddp.step.state.value == "idle"
     assert ddp.module[0].weight.grad is None
-    with pytest.raises(errors.UnfinishedReduction, match=r"0\.weight"):
-        model(torch.ones(2, 4))
+    assert ddp.module[1].weight.grad is not None
+    steps(ddp, model)
 
 
-def test_gradients_seen_by_recording_hooks_alone_stop_the_next_forward_and_step() -> None:
-    module = nn.Sequential(nn.Linear(4, 4))
-    ddp, model = compiled(module, bucket_cap_mb=25)
+def test_a_forward_whose_backward_misses_parameters_stops_the_next_one_and_the_optimizer() -> None:
+    module = two_layers()
+    ddp, model = compiled(module)
     steps(ddp, model)
     ddp.zero_grad()
-    recorded = ddp.reducer.buckets[0].slots[1].parameter  # the first of a bucket keeps a hook that counts
-    recorded.sum().backward()
-    with pytest.raises(errors.UnfinishedReduction):
-        torch.optim.SGD(module.parameters(), lr=0.1).step()
-    with pytest.raises(errors.UnfinishedReduction):
+    model(torch.ones(2, 4))
+    ddp.module[1](torch.ones(2, 4)).sum().backward()
+    assert ddp.step.state.value == "open"
+    with pytest.raises(errors.UnfinishedReduction, match=r"0\.weight"):
         model(torch.ones(2, 4))
+    with pytest.raises(errors.UnreducedGradients):
+        torch.optim.SGD(module.parameters(), lr=0.1).step()
     ddp.reset_sync_window()
     steps(ddp, model)
 
@@ -142,22 +201,23 @@ def test_a_backward_for_some_inputs_leaves_the_others_alone() -> None:
         torch.testing.assert_close(module.get_parameter(name).grad, gradient)
 
 
-def test_an_addition_makes_the_next_probation_longer_once() -> None:
+def test_what_comes_from_outside_of_the_graph_is_added_and_the_bucket_is_held_the_next_time() -> None:
     module = two_layers()
     ddp, model = compiled(module, bucket_cap_mb=25)
     steps(ddp, model)
-    ddp.zero_grad()
-    penalty = sum(p.square().sum() for p in module.parameters())
-    (model(torch.ones(2, 4)).sum() + penalty).backward()
-    (bucket,) = ddp.reducer.buckets
-    assert (bucket.num_clean_needed, bucket.num_clean_windows) == (64, 0)
     reference = copy.deepcopy(module)
-    reference.zero_grad()
-    (reference(torch.ones(2, 4)).sum() + sum(p.square().sum() for p in reference.parameters())).backward()
-    torch.testing.assert_close([p.grad for p in module.parameters()], [p.grad for p in reference.parameters()])
+    waits = []
+    for has_penalty in (True, True, False, False):
+        for owner, run in ((module, model), (reference, reference)):
+            owner.zero_grad()
+            penalty = sum(p.square().sum() for p in owner.parameters()) if has_penalty else 0.0
+            (run(torch.ones(2, 4)).sum() + penalty).backward()
+        torch.testing.assert_close([p.grad for p in module.parameters()], [p.grad for p in reference.parameters()])
+        waits.append(ddp.reducer.buckets[0].waits_for_end)
+    assert waits == [True, True, False, False]
 
 
-def test_probation_is_not_fooled_by_memory_that_nobody_else_holds() -> None:
+def test_a_use_before_the_graph_is_part_of_what_a_hook_sees() -> None:
     """A parameter used eagerly before the compiled part: its two gradients are added where they meet."""
 
     class Tied(nn.Module):
@@ -184,8 +244,14 @@ def test_probation_is_not_fooled_by_memory_that_nobody_else_holds() -> None:
     for _ in range(4):
         ddp.zero_grad()
         ddp(torch.ones(2, 4)).sum().backward()
-    by_name = {bucket.spec.names: bucket for bucket in ddp.reducer.buckets}
-    assert not by_name[("trunk.weight",)].left_in_graph
+    reference = Tied()
+    reference.load_state_dict(module.state_dict())
+    reference.trunk._compiled_call_impl = None
+    reference(torch.ones(2, 4)).sum().backward()
+    (index,) = [bucket.index for bucket in ddp.reducer.buckets if bucket.spec.names == ("trunk.weight",)]
+    for step in range(4):
+        flat = seen[step * len(ddp.reducer.buckets) + index]
+        torch.testing.assert_close(flat.view(4, 4), reference.trunk.weight.grad)
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
@@ -195,8 +261,10 @@ def test_a_second_wrapper_around_the_same_parameters_is_known(is_compiled: bool)
     if is_compiled:
         steps(ddp, model)
     second = lockstep.DDP(module[0])
-    assert ddp.reducer.shares_parameters
-    assert second.reducer.shares_parameters
+    assert ddp.step.memory_is_shared
+    assert second.step.memory_is_shared
+    second._remove_autograd_hooks()
+    assert not ddp.step.memory_is_shared
 
 
 def test_a_second_wrapper_that_is_gone_leaves_the_first_as_it_was() -> None:
@@ -262,7 +330,9 @@ def test_a_dispatch_mode_around_the_first_backward() -> None:
 @pytest.mark.parametrize("is_view", [None, False])
 def test_buckets_that_one_call_packs(monkeypatch: pytest.MonkeyPatch, is_view: bool | None) -> None:
     """As on a GPU, where no buffer is kept."""
-    monkeypatch.setattr(packing.Packing, "_one_call_packs", lambda self, bucket, like: bucket.all_row_major)
+    monkeypatch.setattr(
+        GradMemory, "_one_call_packs", lambda self, bucket, slots, dtypes, dtype: len(slots) == len(bucket.slots) > 1
+    )
     reference = two_layers()
     ddp, model = compiled(copy.deepcopy(reference), bucket_cap_mb=25, gradient_as_bucket_view=is_view)
     for _ in range(4):

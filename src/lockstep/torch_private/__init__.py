@@ -1,0 +1,151 @@
+"""The one door to private torch API.
+
+Every private name the project uses is imported in here, with the reason and what stands in its way.  torch moves these
+every two months; ``tests/torch_private`` fails by the name that moved.
+
+The names live in parts by topic, and a part is loaded when one of its names is first asked for: ``import lockstep``
+must not wait for a compiler that a program may never use.
+"""
+
+# ruff: noqa: F403 - what the parts export is checked by the test of the table
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from lockstep.torch_private.autograd import *
+    from lockstep.torch_private.backends import *
+    from lockstep.torch_private.c10d import *
+    from lockstep.torch_private.ddp import *
+    from lockstep.torch_private.dynamo import *
+    from lockstep.torch_private.fakes import *
+    from lockstep.torch_private.graphs import *
+    from lockstep.torch_private.inductor import *
+    from lockstep.torch_private.profiler import *
+    from lockstep.torch_private.tensors import *
+
+_NAMES_BY_PART = {
+    "autograd": (
+        "accumulation_positions",
+        "current_dist_autograd_context",
+        "current_node",
+        "engine_will_run",
+        "gradient_accumulator",
+        "graph_task_id",
+        "hooks_after",
+        "in_backward",
+        "in_nested_backward",
+        "is_compiled_node",
+        "memory_owners",
+        "move_hook_to_end",
+        "node_metadata",
+        "only_hooks_are_ours",
+        "preserve_version_counter",
+        "queue_backward_callback",
+        "will_run_all",
+    ),
+    "backends": (
+        "aot_backend",
+        "aot_backend_parts",
+        "register_backend",
+        "unwrap_backend",
+    ),
+    "c10d": (
+        "all_reduce",
+        "backend_name",
+        "default_group",
+        "default_store",
+        "group_timeout",
+        "has_host_groups",
+        "host_all_reduce",
+        "host_group",
+        "rank_not_in_group",
+        "watch_collectives",
+    ),
+    "ddp": (
+        "BufferCommHookLocation",
+        "BuiltinCommHookType",
+        "GradBucket",
+        "MixedPrecision",
+        "TorchDDP",
+        "as_overlapped_optimizer",
+        "cast_forward_inputs",
+        "in_backward_optimizer_handles",
+        "inputs_to_device",
+    ),
+    "dynamo": (
+        "compiler_is_off",
+        "compiler_is_watching",
+        "frame_without_compiler",
+        "has_compiled_code",
+        "is_compiled",
+        "leave_frame_to_python",
+        "leave_to_python",
+        "own_code",
+        "recompile_reason",
+        "split_reason",
+        "stand_in_for_ddp_optimizer",
+        "without_compiler",
+    ),
+    "fakes": (
+        "fake_copy",
+        "fake_mode_for",
+        "fake_tensor",
+        "run_on_fakes",
+        "saved_tensor_hooks_wait",
+        "tracing_context_of_a_part",
+    ),
+    "graphs": (
+        "copy_node_origin",
+        "enters_autocast",
+        "exit_autocast",
+        "exits_autocast",
+        "gradient_positions",
+        "graph_input_name",
+        "node_flops",
+        "plain_inputs",
+        "sets_grad_mode",
+        "size_hint",
+    ),
+    "inductor": (
+        "compile_with_inductor",
+        "graph_pass",
+        "inductor_backend",
+        "inductor_cache_directory",
+        "inductor_can_cache",
+        "inductor_config_of",
+        "inductor_input",
+        "inductor_meets_ranks",
+        "inductor_setting",
+    ),
+    "profiler": ("RecordFunction",),
+    "tensors": (
+        "alias",
+        "dtensor_like",
+        "flatten_dense",
+        "foreach_add",
+        "foreach_copy",
+        "foreach_mul",
+        "unflatten_dense",
+    ),
+}
+_PART_OF = {name: part for part, names in _NAMES_BY_PART.items() for name in names}
+
+__all__ = sorted(_PART_OF)
+
+# Out of sight of type checkers, for which a module with __getattr__ has every name.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Load the part that has ``name``, and keep the name here: only the first access comes this way."""
+        if name not in _PART_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_PART_OF[name]}"), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

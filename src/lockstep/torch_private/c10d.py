@@ -1,0 +1,123 @@
+"""Process groups, their stores, and collectives without the checks of the public functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    AllreduceOptions,
+    _get_default_group,
+    _get_default_store,
+    _rank_not_in_group,
+)
+
+__all__ = [
+    "all_reduce",
+    "backend_name",
+    "default_group",
+    "default_store",
+    "group_timeout",
+    "has_host_groups",
+    "host_all_reduce",
+    "host_group",
+    "rank_not_in_group",
+    "watch_collectives",
+]
+
+# The default group and its store: torch has no public way to ask for either.
+default_group: Callable[[], Any] = _get_default_group
+default_store: Callable[[], Any] = _get_default_store
+# Whether this process is outside of a group: what stands for the group then has no method to ask.
+rank_not_in_group: Callable[[Any], bool] = _rank_not_in_group
+
+_options: dict[Any, Any] = {}
+
+
+def all_reduce(process_group: Any, tensor: torch.Tensor, op: Any) -> Any:
+    """Start an all-reduce in place; returns its work.
+
+    The public function checks and logs in Python before each call, which a bucket in the backward would pay for.
+    """
+    options = _options.get(op)
+    if options is None:
+        options = AllreduceOptions()
+        options.reduceOp = op
+        options.asyncOp = True
+        _options[op] = options
+    return process_group.allreduce([tensor], options)
+
+
+def backend_name(process_group: Any, device: torch.device) -> str:
+    """Which backend serves ``device`` in this group; the public question answers for the group as a whole."""
+    try:
+        return str(process_group._get_backend(device).name()).lower()
+    except (RuntimeError, AttributeError):
+        return str(process_group.name()).lower()
+
+
+def has_host_groups() -> bool:
+    """Whether this torch was built with gloo, which carries what ranks compare."""
+    return bool(dist.is_available() and dist.is_gloo_available())
+
+
+def group_timeout(process_group: Any) -> Any:
+    """How long a collective of this group may take; torch has a setter for it, but no question."""
+    from datetime import timedelta
+
+    for device in ("cpu", "cuda"):
+        try:
+            return process_group._get_backend(torch.device(device)).options._timeout
+        except (RuntimeError, AttributeError):
+            continue
+    return timedelta(minutes=30)
+
+
+def host_group(prefix: str, rank: int, world: int, timeout: Any) -> Any:
+    """A gloo group that is known to nobody else; ``new_group`` would register it, and needs all ranks of the world."""
+    store = dist.PrefixStore(prefix, _get_default_store())  # type: ignore[attr-defined]
+    return dist.ProcessGroupGloo(store, rank, world, timeout)
+
+
+def host_all_reduce(group: Any, numbers: torch.Tensor, op: str) -> Any:
+    """Start uniting the bits of numbers, or adding them up, in place; returns the work."""
+    options = _options.get(op)
+    if options is None:
+        options = AllreduceOptions()
+        options.reduceOp = {"or": dist.ReduceOp.BOR, "sum": dist.ReduceOp.SUM}[op]  # type: ignore[assignment]
+        options.asyncOp = True
+        _options[op] = options
+    return group.allreduce([numbers], options)
+
+
+_COLLECTIVES = (
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "_allgather_base", "gather", "scatter"),
+    *("reduce_scatter", "_reduce_scatter_base", "alltoall", "alltoall_base", "barrier"),
+)
+_watched: dict[int, tuple[Any, Callable[[str], None]]] = {}
+
+
+def watch_collectives(process_group: Any, note: Callable[[str], None]) -> None:
+    """Call ``note(operation)`` whenever anyone starts a collective on this group; torch has no hook for it."""
+    _watched[id(process_group)] = (process_group, note)
+    if getattr(dist.ProcessGroup.allreduce, "tells_lockstep", False):
+        return
+    for name in _COLLECTIVES:
+        original = getattr(dist.ProcessGroup, name, None)
+        if original is not None:
+            setattr(dist.ProcessGroup, name, _telling(name, original))
+
+
+def _telling(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective that tells who watches its group before it starts."""
+
+    def started(group: Any, *args: Any, **kwargs: Any) -> Any:
+        entry = _watched.get(id(group))
+        if entry is not None:
+            entry[1](name)
+        return original(group, *args, **kwargs)
+
+    started.tells_lockstep = True  # type: ignore[attr-defined]
+    return started

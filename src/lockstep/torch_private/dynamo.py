@@ -1,0 +1,180 @@
+"""Which frames and modules dynamo compiles, whether it is looking, and why it did what it did."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+__all__ = [
+    "compiler_is_off",
+    "compiler_is_watching",
+    "frame_without_compiler",
+    "has_compiled_code",
+    "is_compiled",
+    "leave_frame_to_python",
+    "leave_to_python",
+    "own_code",
+    "recompile_reason",
+    "split_reason",
+    "stand_in_for_ddp_optimizer",
+    "without_compiler",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def leave_frame_to_python(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the compiler skip this function's own frame, but compile the functions it calls.
+
+    ``torch.compiler.disable(recursive=False)`` does that too, and marks the function besides; a module whose forward
+    is so marked is traced as a whole from outside, which is what must not happen.
+    """
+    _skip_frame(function.__code__)
+    return function
+
+
+def leave_to_python(function: Callable[P, R]) -> Callable[P, R]:
+    """Let the compiler skip this function and everything it calls, at no price per call.
+
+    For what autograd calls back: where compiled code calls a backward, the compiler looks at every frame that begins in
+    it.  ``torch.compiler.disable`` does the same at three microseconds a call.
+    """
+    _skip_frame(function.__code__, recursive=True)
+    return function
+
+
+def _skip_frame(code: types.CodeType, *, recursive: bool = False) -> None:
+    """What ``torch._dynamo.eval_frame.skip_code`` does, at a price that a program without a compiler can pay."""
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    inner = _FrameAction.SKIP if recursive else _FrameAction.DEFAULT
+    set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, inner))
+
+
+def without_compiler(function: Callable[P, R]) -> Callable[P, R]:
+    """``torch.compiler.disable(function)``, which is not called before there is a compiler in this process.
+
+    The decorator imports torch._dynamo where it stands, and so with the module it stands in; that takes more than a
+    second.  As long as nobody else imports it, nothing can compile, and a call costs a lookup.
+    """
+    disabled: Callable[P, R] | None = None
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal disabled
+        if disabled is None:
+            if "torch._dynamo" not in sys.modules:
+                return function(*args, **kwargs)
+            disabled = torch.compiler.disable(function)
+        return disabled(*args, **kwargs)
+
+    _skip_frame(run.__code__)  # type: ignore[attr-defined]
+    # The marks by which dynamo knows a function that it calls, and never inlines where the caller is traced.
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]
+    run._torchdynamo_disable_msg = None  # type: ignore[attr-defined]
+    run._torchdynamo_disable_recursive = True  # type: ignore[attr-defined]
+    run._torchdynamo_orig_callable = function  # type: ignore[attr-defined]
+    run._torchdynamo_wrapper_id = id(run)  # type: ignore[attr-defined]
+    return run
+
+
+def frame_without_compiler(function: Callable[P, R]) -> Callable[P, R]:
+    """``torch.compiler.disable(function, recursive=False)``, without the import of torch._dynamo.
+
+    The frame is skipped when it is called, and called rather than inlined where its caller is traced.
+    """
+    _skip_frame(function.__code__)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function with a code object of its own, which is what compilers keep their graphs by."""
+    return types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+
+
+def stand_in_for_ddp_optimizer(make: Callable[..., Any | None]) -> None:
+    """Ask ``make`` first, whenever dynamo wants an optimizer for the wrapper that is running.
+
+    Dynamo hands the user's backend to its DDPOptimizer while a wrapper runs; there is no registry for others.  Where
+    ``make`` returns None (the wrapper is not ours), and for those who build one themselves, torch's own is made.
+    """
+    from torch._dynamo.backends import distributed
+
+    original = distributed.DDPOptimizer
+    if getattr(original, "_asks_lockstep", False):
+        return
+
+    class DDPOptimizer(original):  # type: ignore[misc,valid-type]
+        _asks_lockstep = True
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            made = make(*args, **kwargs)
+            return object.__new__(cls) if made is None else made
+
+    distributed.DDPOptimizer = DDPOptimizer  # type: ignore[misc]
+
+
+def has_compiled_code(function: Any) -> bool:
+    """Whether dynamo holds compiled code for this function; there is no public way to ask."""
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    code = getattr(function, "__code__", None)
+    return bool(code is not None and _debug_get_cache_entry_list(code))
+
+
+def compiler_is_watching() -> bool:
+    """Whether torch.compile looks at the frames that are called from here."""
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+    return callable(get_eval_frame_callback())
+
+
+def compiler_is_off() -> bool:
+    """Whether compiled modules run uncompiled, by ``set_stance("force_eager")``; a stance can be set, but not asked."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    from torch._dynamo import eval_frame
+
+    return bool(eval_frame._stance.stance == "force_eager")
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether calling this module runs compiled code; both ways of compiling one leave private marks only."""
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    if "torch._dynamo" not in sys.modules:
+        return False
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    return isinstance(module, OptimizedModule)
+
+
+def split_reason(filename: str) -> Any:
+    """What ``torch._dynamo.explain`` says of a part of a split graph; tools look for the name of torch's optimizer."""
+    import traceback
+
+    from torch._dynamo.output_graph import GraphCompileReason
+
+    text = "Lockstep split the graph at a bucket of gradients, in the place of torch's DDPOptimizer."
+    return GraphCompileReason(text, [traceback.FrameSummary(filename, 0, "SplitOptimizer")])
+
+
+def recompile_reason() -> str:
+    """While dynamo calls a backend: the guard that failed, if this frame was compiled before; else nothing."""
+    from torch._dynamo.utils import get_metrics_context
+
+    context = get_metrics_context()
+    return str(context._metrics.get("recompile_reason") or "") if context.in_progress() else ""

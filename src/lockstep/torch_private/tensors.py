@@ -1,0 +1,39 @@
+"""Many tensors in one call, and tensors on the memory of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = [
+    "alias",
+    "dtensor_like",
+    "flatten_dense",
+    "foreach_add",
+    "foreach_copy",
+    "foreach_mul",
+    "unflatten_dense",
+]
+
+# One kernel for many copies, products or sums; torch has no public names for them.
+foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = torch._foreach_copy_
+foreach_mul: Callable[[list[torch.Tensor], float], Any] = torch._foreach_mul_
+foreach_add: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = torch._foreach_add_
+
+# Another tensor on the memory of one (with sizes, strides, and an offset to its own), which autograd does not know as a
+# view of it; so methods such as detach_() work on it. As cheap as it gets, since it is made for every gradient in every
+# step; so cheap that nothing is checked, not even that the memory is large enough.
+alias: Callable[[torch.Tensor, Any, Any, int], torch.Tensor] = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]
+
+# All tensors as one flat copy, and a flat tensor as views in given shapes: one call each instead of one per tensor.
+flatten_dense: Callable[[list[torch.Tensor]], torch.Tensor] = torch._C._nn.flatten_dense_tensors
+unflatten_dense: Callable[[torch.Tensor, list[torch.Tensor]], list[torch.Tensor]] = torch._C._nn.unflatten_dense_tensors
+
+
+def dtensor_like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
+    """A DTensor around ``local`` with the placement of ``parameter``; its module was private, and may be again."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False)

@@ -1,0 +1,181 @@
+"""Backward passes that someone else compiles, and an interpreter without assertions."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo import compiled_autograd
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from launching import Launch, write_script
+from multirank.harness import lockstep_only
+from multirank.mixes import (
+    COMPILE_THEN_WRAP,
+    EAGER,
+    WHOLE,
+    WRAP_THEN_COMPILE,
+    Mix,
+    Side,
+    loss_of,
+    one_net,
+    params_of,
+    run_mix,
+    train,
+)
+
+pytestmark = [pytest.mark.multirank, lockstep_only]
+
+
+# ---------------------------------------------------------------- loss.backward() inside of what is compiled
+
+
+def step_function(side: Side) -> Callable[[Tensor], Tensor]:
+    """The model and its backward in one function, which is compiled but for the reference."""
+    model = side.models[0]
+
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model(x))
+        loss.backward()
+        return loss.detach()
+
+    return step if side.is_reference else torch.compile(step, backend=side.backend)
+
+
+def backward_inside(side: Side, t: int) -> None:
+    """In steps 2 and 3 of two passes, of which the first does not synchronise."""
+    if "step" not in side.memory:
+        side.memory["step"] = step_function(side)
+    for index in range(num_passes(t)):
+        with side.no_sync(index < num_passes(t) - 1):
+            side.memory["step"](side.draw(t, index))
+
+
+def num_passes(t: int) -> int:
+    return 2 if t in (2, 3) else 1
+
+
+# ---------------------------------------------------------------- compiled autograd
+
+
+def backward_outside(side: Side, t: int) -> None:
+    for index in range(num_passes(t)):
+        with side.no_sync(index < num_passes(t) - 1):
+            side.loss(t, index).backward()
+
+
+def backward_enabled(side: Side, t: int) -> None:
+    for index in range(num_passes(t)):
+        loss = side.loss(t, index)
+        with side.no_sync(index < num_passes(t) - 1), compiled_autograd_of(side):
+            loss.backward()
+
+
+def compiled_autograd_of(side: Side) -> Any:
+    if side.is_reference:
+        return contextlib.nullcontext()
+    return compiled_autograd._enable(torch.compile(backend=side.backend))
+
+
+def with_comm_hook(side: Side) -> None:
+    for ddp in side.wrappers:
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+
+
+ONE_OF_EACH = (EAGER, WRAP_THEN_COMPILE)
+MIXES = {
+    "backward_in_a_compiled_step": Mix(backward_inside, one_net, modes=WHOLE, by_inductor=True),
+    "compiled_autograd": Mix(backward_inside, one_net, modes=WHOLE),
+    "compiled_autograd_of_a_model": Mix(backward_outside, one_net, modes=(WRAP_THEN_COMPILE, COMPILE_THEN_WRAP)),
+    "compiled_autograd_with_a_hook": Mix(backward_inside, one_net, modes=ONE_OF_EACH, after_wrapping=with_comm_hook),
+    "compiled_autograd_with_python_reducer": Mix(backward_inside, one_net, modes=ONE_OF_EACH),
+    "python_reducer_alone": Mix(backward_outside, one_net, modes=(WRAP_THEN_COMPILE,)),
+    "enabled_autograd": Mix(backward_enabled, one_net, modes=WHOLE, world=3),
+    "enabled_autograd_with_a_hook": Mix(backward_enabled, one_net, modes=ONE_OF_EACH, after_wrapping=with_comm_hook),
+}
+
+
+def run(name: str, mode: str, backend: str) -> list[str]:
+    if name.startswith("compiled_autograd"):
+        torch._dynamo.config.compiled_autograd = True
+    if "python_reducer" in name:
+        torch._dynamo.config.optimize_ddp = "python_reducer"
+    return train(MIXES[name], mode, backend)
+
+
+@pytest.mark.parametrize(("name", "mode", "backend", "world"), params_of(MIXES))
+def test_mix(name: str, mode: str, backend: str, world: int) -> None:
+    run_mix(run, name, mode, backend, world)
+
+
+# ---------------------------------------------------------------- python -O
+
+OPTIMIZED = """
+    import sys
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    import lockstep
+
+    if __debug__:
+        sys.exit("assertions are on")
+    rank, where = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=2)
+
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return x
+
+
+    def batch(step, rank):
+        return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank)).double()
+
+
+    for is_compiled in (False, True):
+        torch.manual_seed(3)
+        plain = Net().double()
+        module = Net().double()
+        module.load_state_dict(plain.state_dict())
+        ddp = lockstep.DDP(module, bucket_cap_mb=0.0001)
+        if len(ddp.plan.buckets) < 3:
+            sys.exit("too few buckets")
+        model = torch.compile(ddp, backend="aot_eager") if is_compiled else ddp
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, plain)]
+        for step in range(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            model(batch(step, rank)).pow(2).mean().backward()
+            torch.stack([plain(batch(step, r)).pow(2).mean() for r in range(2)]).mean().backward()
+            for (name, p), q in zip(module.named_parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad, msg=lambda m: f"step {step}, {name}: {m}")
+            for optimizer in optimizers:
+                optimizer.step()
+        if is_compiled:
+            print("launches:", lockstep.explain(ddp).num_launches)
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+def test_without_assertions(tmp_path: Path) -> None:
+    script = write_script(tmp_path / "train.py", OPTIMIZED)
+    env = {"GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-O", script]
+    launches = [Launch([*command, str(rank), tmp_path / "store"], tmp_path, env) for rank in range(2)]
+    for launch in launches:
+        done = launch.finish(limit_s=60)
+        assert done.exit_code == 0, str(done)
+        assert int(done.lines[-1].removeprefix("launches: ")) > 0, str(done)

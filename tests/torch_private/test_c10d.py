@@ -1,0 +1,67 @@
+"""Process groups and collectives: one test for each private name; when torch moves one, the failing test says which."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep import torch_private as private
+
+pytestmark = pytest.mark.usefixtures("world_of_one")
+
+
+def test_all_reduce() -> None:
+    tensor = torch.full((3,), 2.0)
+    private.all_reduce(dist.group.WORLD, tensor, dist.ReduceOp.AVG).wait()
+    assert tensor.tolist() == [2.0] * 3
+
+
+def test_backend_name() -> None:
+    assert private.backend_name(dist.group.WORLD, torch.device("cpu")) == "gloo"
+
+
+def test_default_group() -> None:
+    assert private.default_group() is dist.group.WORLD
+
+
+def test_default_store() -> None:
+    private.default_store().set("probe", "yes")
+    assert private.default_store().get("probe") == b"yes"
+
+
+def test_rank_not_in_group() -> None:
+    assert not private.rank_not_in_group(dist.group.WORLD)
+
+
+def test_has_host_groups() -> None:
+    assert private.has_host_groups()
+
+
+def test_group_timeout() -> None:
+    assert private.group_timeout(dist.group.WORLD) == timedelta(seconds=20)  # as in conftest.py
+
+
+def test_host_group() -> None:
+    group = private.host_group("probe", 0, 1, timedelta(seconds=5))
+    assert (group.rank(), group.size()) == (0, 1)
+
+
+def test_host_all_reduce() -> None:
+    group = private.host_group("probe", 0, 1, timedelta(seconds=5))
+    for op in ("or", "sum"):
+        numbers = torch.tensor([1, 6])
+        private.host_all_reduce(group, numbers, op).wait()
+        assert numbers.tolist() == [1, 6]
+
+
+def test_watch_collectives() -> None:
+    seen: list[str] = []
+    private.watch_collectives(dist.group.WORLD, seen.append)
+    private.watch_collectives(dist.group.WORLD, seen.append)  # twice is once
+    dist.all_reduce(torch.ones(1))
+    dist.broadcast(torch.ones(1), 0)
+    private.all_reduce(dist.group.WORLD, torch.ones(1), dist.ReduceOp.SUM).wait()
+    assert seen == ["allreduce", "broadcast", "allreduce"]

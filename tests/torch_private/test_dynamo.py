@@ -1,0 +1,185 @@
+"""Dynamo: one test for each private name; when torch moves one, the failing test says which."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lockstep import torch_private as private
+
+pytestmark = pytest.mark.usefixtures("world_of_one")
+
+
+def test_own_code() -> None:
+    def add(a, b=2):
+        return a + b
+
+    other = private.own_code(add)
+    assert other(1) == 3
+    assert other.__code__ is not add.__code__
+
+
+def test_compiler_is_watching() -> None:
+    seen = []
+
+    def look(x):
+        seen.append(private.compiler_is_watching())
+        return x
+
+    private.leave_frame_to_python(look)
+    look(1)
+    torch.compile(look, backend="eager")(1)
+    assert seen == [False, True]
+
+
+def test_compiler_is_off() -> None:
+    assert not private.compiler_is_off()
+    with torch.compiler.set_stance("force_eager"):
+        assert private.compiler_is_off()
+    assert not private.compiler_is_off()
+
+
+def test_is_compiled() -> None:
+    plain, in_place = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    in_place.compile(backend="eager")
+    assert [private.is_compiled(m) for m in (plain, in_place, torch.compile(plain, backend="eager"))] == [
+        False,
+        True,
+        True,
+    ]
+
+
+def test_has_compiled_code() -> None:
+    def double(x):
+        return x * 2
+
+    assert not private.has_compiled_code(double)
+    torch.compile(double, backend="eager")(torch.ones(1))
+    assert private.has_compiled_code(double)
+
+
+def test_stand_in_for_ddp_optimizer() -> None:
+    from torch._dynamo.backends import distributed
+
+    from lockstep.ddp.activate import activate
+
+    activate()
+    assert distributed.DDPOptimizer._asks_lockstep
+    ours = distributed.DDPOptimizer
+    private.stand_in_for_ddp_optimizer(lambda *args, **kwargs: None)
+    assert distributed.DDPOptimizer is ours  # one is enough
+    made = distributed.DDPOptimizer(bucket_bytes_cap=2**20, backend_compile_fn=print)
+    assert made.bucket_bytes_cap == 2**20  # torch's own, as no wrapper of ours is running
+
+
+def test_leave_frame_to_python() -> None:
+    graphs = []
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    @private.leave_frame_to_python
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return inner(x) * 2
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        graphs.append([node.name for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    assert torch.compile(outer, backend=backend)(torch.ones(1)).item() == 4.0
+    assert graphs == [["add"]]
+
+
+def test_split_reason() -> None:
+    assert "DDPOptimizer" in private.split_reason(__file__).reason
+
+
+def test_recompile_reason() -> None:
+    reasons = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        reasons.append(private.recompile_reason())
+        return graph
+
+    compiled = torch.compile(lambda x: x + 1, backend=backend)
+    compiled(torch.ones(2))
+    compiled(torch.ones(3))
+    assert reasons[0] == private.recompile_reason() == ""
+    assert "expected 2, actual 3" in reasons[1]
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def compiled_operators(function: object) -> list[str]:
+    """The operators that a compiler gets to see when ``function`` runs."""
+    seen = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        seen.extend(node.name for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    assert torch.compile(function, backend=backend)(torch.ones(1)).item() == 7.0
+    return seen
+
+
+@pytest.mark.parametrize("disable", [torch.compiler.disable, private.without_compiler])
+def test_without_compiler(disable) -> None:
+    @disable
+    def plus_one(x: torch.Tensor) -> torch.Tensor:
+        assert not private.compiler_is_watching()
+        return double(x) - 1  # neither this frame nor one it calls is compiled
+
+    @private.leave_frame_to_python
+    def from_python(x: torch.Tensor) -> torch.Tensor:
+        return plus_one(x + 1) + 4
+
+    # Called from a frame that is traced, and called from one that is left alone while the compiler watches.
+    assert compiled_operators(lambda x: plus_one(x + 1) + 4) == ["add", "add"]
+    assert compiled_operators(from_python) == []
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):
+        torch.compile(lambda x: plus_one(x), backend="eager", fullgraph=True)(torch.ones(1))
+
+
+def test_without_compiler_keeps_the_function_as_it_is() -> None:
+    class Thing:
+        @private.without_compiler
+        def method(self, x: int, *, y: int = 1) -> int:
+            """Adds."""
+            return x + y
+
+    assert Thing().method(1, y=3) == 4
+    assert (Thing.method.__name__, Thing.method.__doc__) == ("method", "Adds.")
+    with pytest.raises(TypeError, match="method"):
+        Thing().method()
+
+
+@pytest.mark.parametrize(
+    "disable", [lambda f: torch.compiler.disable(f, recursive=False), private.frame_without_compiler]
+)
+def test_frame_without_compiler(disable) -> None:
+    @disable
+    def plus_one(x: torch.Tensor) -> torch.Tensor:
+        return double(x) - 1
+
+    # The frame is skipped, but what it calls is compiled.
+    assert compiled_operators(lambda x: plus_one(x + 1) + 4) == ["add", "mul", "add"]
+
+
+def test_leave_to_python() -> None:
+    seen: list[object] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: object) -> object:
+        seen.append(gm)
+        return gm.forward
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    @private.leave_to_python
+    def called_back(x: torch.Tensor) -> torch.Tensor:
+        return inner(x)
+
+    assert torch.compile(called_back, backend=backend)(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert seen == []
