@@ -254,6 +254,6 @@ def late_gradient(names: Sequence[str], *, rank: int, hook: str) -> LateGradient
 
 
 COMPILED_AUTOGRAD = (
-    "Compiled autograd is not compatible with this DDP reducer: it would trace the hooks that reduce the gradients. "
-    "Turn it off in dynamo's config; the reduction runs inside the compiled backward without it."
+    "Compiled autograd does not go with native mixed precision or sparse gradients here: their results are of another kind "
+    "than the gradients that it has traced. Turn it off in dynamo's config; compiled backwards reduce without it."
 )

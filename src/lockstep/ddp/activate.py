@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import torch_private
 from lockstep.engine import module_watch
+from lockstep.engine.feeders import compiled_autograd
 from lockstep.graph.backend import lockstep_backend
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def activate() -> None:
     module_watch.start()
     torch_private.register_backend(lockstep_backend, "lockstep")
     torch_private.stand_in_for_ddp_optimizer(_overlap_compiler)
+    compiled_autograd.start()
     _is_active = True
 
 

@@ -16,7 +16,7 @@ its own, and is known to have come later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import compress
 from operator import attrgetter
@@ -30,6 +30,7 @@ from lockstep.engine.bucket import LiveBucket, Slot, flatten_gradient, local_ten
 
 _dtype_of = attrgetter("dtype")
 _grad_of = attrgetter("grad")
+_NOTHING: Mapping[Slot, Tensor] = {}
 
 
 class GradOwnership(Enum):
@@ -71,6 +72,30 @@ class GradMemory:
             torch.mul(gradient, scale, out=view) if scale != 1.0 else view.copy_(gradient)
             gradient.data = view
         self._take(slot, gradient)
+
+    def put(self, slot: Slot, gradient: Tensor, scale: float) -> None:
+        """Copy a gradient that is not in ``.grad`` into the buffer, or add it to what was taken before."""
+        bucket = slot.bucket
+        with torch.no_grad():
+            if bucket.flat is None:
+                dtype = self.travel_dtype(bucket)
+                # What lies in the buffer that is kept may still have to be read, by the graph that made the gradient.
+                bucket.flat = (
+                    torch.empty(bucket.spec.num_elements, dtype=dtype, device=gradient.device)
+                    if self.ownership is GradOwnership.PERSISTENT
+                    else self._buffer_for(bucket, dtype).view(-1)
+                )
+            view = bucket.view(slot)
+            gradient = local_tensor(gradient)
+            if slot.is_taken:
+                view.add_(gradient, alpha=scale)
+            elif scale != 1.0 and view.dtype is gradient.dtype:
+                torch.mul(gradient, scale, out=view)
+            else:
+                view.copy_(gradient)
+                if scale != 1.0:
+                    view.mul_(scale)
+        slot.is_taken = bucket.has_taken = True
 
     def fold(self, slot: Slot, scale: float) -> None:
         """Add what autograd put into ``.grad`` after the rest was taken, while the bucket is still here."""
@@ -304,11 +329,17 @@ class GradMemory:
     # ---------------------------------------------------------------- out of the buffer
 
     def hand_out(
-        self, bucket: LiveBucket, is_used: Callable[[Slot], bool] | None = None, *, in_place: bool = False
+        self,
+        bucket: LiveBucket,
+        is_used: Callable[[Slot], bool] | None = None,
+        *,
+        in_place: bool = False,
+        into: Mapping[Slot, Tensor] = _NOTHING,
     ) -> None:
         """Give every parameter its reduced gradient; those that no rank used are left as they are.
 
         ``in_place``: only change the tensors that were launched, and leave ``.grad`` alone (distributed autograd).
+        ``into``: the tensors that are to hold the results of some (compiled autograd).
         """
         flat = bucket.flat
         if flat is None:
@@ -326,13 +357,18 @@ class GradMemory:
                     if slot.is_taken and held is not None:
                         slot.parameter.grad = held
                     continue
-                if held is not None and slot.is_taken and self._lies_in(held, slot, flat):
+                target = into.get(slot)
+                if target is None and held is not None and slot.is_taken and self._lies_in(held, slot, flat):
                     slot.parameter.grad = held
                     continue
                 if views is None:
                     views = bucket.views(flat)
                 view = views[position]
-                if in_place:
+                if target is not None:
+                    copy_to.append(local_tensor(target))
+                    copy_from.append(view)
+                    slot.parameter.grad = target
+                elif in_place:
                     if held is not None:
                         held.copy_(view)
                 elif held is None or held.is_sparse or view.is_sparse or held.dtype != slot.parameter.dtype:

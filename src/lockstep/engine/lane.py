@@ -45,6 +45,7 @@ class Lane:
         self._members: list[weakref.ref[Any]] = []
         self._running: list[Member] = []
         self._callback_queued = self._outermost_queued = False
+        self._is_compiled = False  # the pass is one graph, whose own end is told (feeders/compiled_autograd.py)
 
     def enter(self, member: Member) -> None:
         self.leave(member)
@@ -68,7 +69,10 @@ class Lane:
         """See to it that the end of the pass that is running now is noticed."""
         if not self._callback_queued:
             self._callback_queued = True
-            torch_private.queue_backward_callback(self._end)
+            if torch_private.in_compiled_backward():
+                self._is_compiled = True
+            else:
+                torch_private.queue_backward_callback(self._end)
 
     def queue_end_of_outermost(self) -> None:
         """As above, from a place that is known to be in the outermost pass."""
@@ -79,6 +83,8 @@ class Lane:
     def may_send(self, member: Member) -> bool:
         """Whether all who come before ``member`` in this pass have sent everything."""
         running = self._running
+        if self._is_compiled and len(self._members) > 1:
+            return False  # who else will take part is known only at the end
         if len(running) < 2:
             return True
         for other in running:
@@ -99,6 +105,10 @@ class Lane:
     def _end(self) -> None:
         with self.lock:
             running, self._running, self._callback_queued = self._running, [], False
+            if self._is_compiled:
+                self._is_compiled = False
+                order = [m() for m in reversed(self._members)]
+                running.sort(key=order.index)
             is_inner = torch_private.in_nested_backward()
             self._outermost_queued = self._outermost_queued and is_inner
             # Those who settle still have to keep to the order.
@@ -119,6 +129,7 @@ class Lane:
             for member in self._running:
                 member.forget_pass()
             self._running, self._callback_queued, self._outermost_queued = [], False, False
+            self._is_compiled = False
 
 
 _lanes: weakref.WeakKeyDictionary[Any, Lane] = weakref.WeakKeyDictionary()
@@ -130,3 +141,10 @@ def lane_of(process_group: Any) -> Lane:
     if lane is None:
         lane = _lanes[process_group] = Lane()
     return lane
+
+
+def end_compiled_passes() -> None:
+    """The graph that is a whole backward has come to its end."""
+    for lane in list(_lanes.values()):
+        if lane._is_compiled:
+            lane._end()

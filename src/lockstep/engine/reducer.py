@@ -11,7 +11,7 @@ in ``step.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from lockstep import errors, torch_private
 from lockstep.engine.bucket import LiveBucket, Slot
 from lockstep.engine.exchange import CommHook, Exchange, HookExchange, MeanExchange
-from lockstep.engine.grad_memory import GradMemory
+from lockstep.engine.grad_memory import _NOTHING, GradMemory
 from lockstep.engine.sparse import pack_sparse
 from lockstep.engine.transport import Transport
 from lockstep.observe.timeline import Timeline, now
@@ -87,6 +87,10 @@ class Reducer:
     def absorb(self, bucket: LiveBucket, slots: Sequence[Slot], gradients: Sequence[Tensor]) -> None:
         """Take gradients that a compiled graph delivers."""
         self.memory.absorb(bucket, slots, gradients, self.scale_of(bucket))
+
+    def put(self, slot: Slot, gradient: Tensor) -> None:
+        """Copy a gradient that is not in ``.grad`` into the buffer."""
+        self.memory.put(slot, gradient, self.scale_of(slot.bucket))
 
     def fold(self, slot: Slot) -> None:
         """Add what came after the gradient was taken, while the bucket is still here."""
@@ -176,10 +180,15 @@ class Reducer:
                 flat.copy_(result.reshape(-1))
 
     def hand_out(
-        self, bucket: LiveBucket, is_used: Callable[[Slot], bool] | None = None, *, in_place: bool = False
+        self,
+        bucket: LiveBucket,
+        is_used: Callable[[Slot], bool] | None = None,
+        *,
+        in_place: bool = False,
+        into: Mapping[Slot, Tensor] = _NOTHING,
     ) -> None:
         """Give every parameter of a landed bucket its reduced gradient."""
-        self.memory.hand_out(bucket, is_used, in_place=in_place)
+        self.memory.hand_out(bucket, is_used, in_place=in_place, into=into)
 
     def add_late(self, bucket: LiveBucket, late: Sequence[Tensor | None]) -> None:
         """Reduce what came after the bucket had left, and add it to the result."""

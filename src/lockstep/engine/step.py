@@ -141,6 +141,9 @@ class SyncStep:
         self._deferred: list[Slot] = []
         self.handed_on: list[Tensor] = []  # buffers that graphs gave to autograd
         self.context_gradients: Mapping[Tensor, Tensor] | None = None
+        self._brought: set[Slot] = set()  # by compiled autograd: .grad is not what this pass makes of it
+        self._brought_late: dict[Slot, Tensor] = {}
+        self._results: Mapping[Slot, Tensor] = {}
 
     @property
     def memory_is_shared(self) -> bool:
@@ -254,6 +257,8 @@ class SyncStep:
     def gradient_of(self, slot: Slot) -> Tensor | None:
         if self.context_gradients is not None:
             return self.context_gradients.get(slot.parameter)
+        if self._brought and slot in self._brought:
+            return None
         return slot.parameter.grad
 
     def deliver(self, slot: Slot) -> None:
@@ -317,6 +322,58 @@ class SyncStep:
         bucket.num_pending -= 1
         if bucket.num_pending == 0:
             self.send_complete()
+
+    # ---------------------------------------------------------------- gradients come in from compiled autograd
+
+    def bring(self, slot: Slot, gradient: Tensor) -> None:
+        """All that this pass brings for ``slot``, with what was in ``.grad`` before, is ``gradient``.
+
+        ``.grad`` itself changes when the graph has run (feeders/compiled_autograd.py, [Note: what the graph sees]).
+        """
+        slot.dirty = True
+        if not self.is_in_pass:
+            self.lane.begin(self)
+        self._brought.add(slot)
+        if self.syncs:
+            with self.telling_peers():
+                self._count_brought(slot, gradient)
+
+    def bring_at_end(self, slot: Slot) -> None:
+        """As above, but hooks of others still have to run on this gradient."""
+        slot.dirty = True
+        if not self.is_in_pass:
+            self.lane.begin(self)
+
+    def _count_brought(self, slot: Slot, gradient: Tensor) -> None:
+        bucket = slot.bucket
+        if self.before_hand_out is not None or bucket.is_sparse:
+            raise errors.LockstepError(errors.COMPILED_AUTOGRAD)
+        bucket.left_because = "compiled autograd: its gradients are brought by the graph of the whole backward"
+        is_last = self.kind is Kind.FOLLOW_UP or not self.static_graph or self._fired_for_the_last_time(slot)
+        if bucket.has_left:
+            self._brought_late[slot] = gradient.detach().clone()
+            self._remainders.add(bucket)
+            return
+        self.reducer.put(slot, gradient)
+        slot.found_unused = False
+        if self.kind is Kind.FOLLOW_UP:
+            slot.ready = True
+        elif is_last and not slot.ready:
+            self._mark_ready(slot)
+
+    def take_results_into(self, gradients: Mapping[Slot, Tensor]) -> None:
+        """At the end of the graph: these are what will be in ``.grad``."""
+        for slot, gradient in gradients.items():
+            if self.is_in_pass and slot not in self._brought:
+                self.bring(slot, gradient)
+        self._results = gradients
+
+    def clear_taken(self, gradients: Mapping[Slot, Tensor]) -> None:
+        """Where the window stays open: what was taken must not be in ``.grad`` as well; see [Note: taken]."""
+        if self.state is not State.IDLE:
+            for slot, gradient in gradients.items():
+                if slot.is_taken or slot.bucket.has_left:
+                    gradient.zero_()
 
     # ---------------------------------------------------------------- gradients come in from a compiled graph
 
@@ -405,7 +462,7 @@ class SyncStep:
             return
         gradients = [self.gradient_of(slot) for slot in bucket.slots]
         self.reducer.launch(bucket, gradients, takes=self.context_gradients is None)
-        if self.after_bucket is not None and not (self.finds_unused or self.static.is_on):
+        if self.after_bucket is not None and not (self.finds_unused or self.static.is_on or self._brought):
             self._collect_landed(bucket)
 
     def _collect_landed(self, newest: LiveBucket) -> None:
@@ -642,6 +699,11 @@ class SyncStep:
         for bucket in self.reducer.buckets:
             if bucket in remaining:
                 late = self.reducer.memory.set_late_aside(bucket)
+                if self._brought:
+                    brought = self._brought_late
+                    late = [
+                        brought.get(s) if s in self._brought else g for s, g in zip(bucket.slots, late, strict=True)
+                    ]
                 self._collect_only(bucket, is_used)
                 self.reducer.add_late(bucket, late)
             else:
@@ -657,7 +719,7 @@ class SyncStep:
 
     def _collect_only(self, bucket: LiveBucket, is_used: Callable[[Slot], bool] | None) -> None:
         self.reducer.collect(bucket)
-        self.reducer.hand_out(bucket, is_used, in_place=self.context_gradients is not None)
+        self.reducer.hand_out(bucket, is_used, in_place=self.context_gradients is not None, into=self._results)
 
     def _after(self, bucket: LiveBucket) -> None:
         if self.after_bucket is not None:

@@ -1,4 +1,4 @@
-"""The operator that a compiled backward calls: ``launch``.
+"""The operators that compiled backwards call; above all ``launch``.
 
     launch(grads, parameters, group) -> flat     the gradients of one bucket, or of a part of one, are there
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lockstep import torch_private
+from lockstep.engine.feeders import compiled_autograd
 from lockstep.engine.feeders import graph as feeder
 
 # The memory order of the gradients does not matter, since they are packed one by one; and a CUDA graph must not record
@@ -41,6 +42,46 @@ def _launch(grads: list[Tensor], parameters: list[Tensor], group: int) -> Tensor
 def _fake_launch(grads: list[Tensor], parameters: list[Tensor], group: int) -> Tensor:
     first = parameters[0]
     return torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+
+
+# Of compiled autograd, see engine/feeders/compiled_autograd.py.  The two that only tell something return an empty tensor,
+# which the next takes: what has no result is dropped from a graph, and what has no argument in common may be reordered.
+_library.define("output_reached(Tensor parameter) -> Tensor", tags=_TAGS)
+_library.define("accumulated(Tensor grad, Tensor parameter, Tensor[] after) -> Tensor", tags=_TAGS)
+_library.define("finish(Tensor(a!)[] grads, Tensor[] after, Tensor[] parameters) -> ()", tags=_TAGS)
+
+
+@torch.library.impl(_library, "output_reached", "CompositeExplicitAutograd")
+@torch_private.leave_to_python
+def _output_reached(parameter: Tensor) -> Tensor:
+    return compiled_autograd.note_output_reached(parameter)
+
+
+@torch.library.impl(_library, "accumulated", "CompositeExplicitAutograd")
+@torch_private.leave_to_python
+def _accumulated(grad: Tensor, parameter: Tensor, after: list[Tensor]) -> Tensor:
+    return compiled_autograd.bring(grad, parameter)
+
+
+@torch.library.impl(_library, "finish", "CompositeExplicitAutograd")
+@torch_private.leave_to_python
+def _finish(grads: list[Tensor], after: list[Tensor], parameters: list[Tensor]) -> None:
+    compiled_autograd.finish(grads, parameters)
+
+
+@torch.library.register_fake("lockstep::output_reached", lib=_library)
+def _fake_output_reached(parameter: Tensor) -> Tensor:
+    return parameter.new_empty(0)
+
+
+@torch.library.register_fake("lockstep::accumulated", lib=_library)
+def _fake_accumulated(grad: Tensor, parameter: Tensor, after: list[Tensor]) -> Tensor:
+    return grad.new_empty(0)
+
+
+@torch.library.register_fake("lockstep::finish", lib=_library)
+def _fake_finish(grads: list[Tensor], after: list[Tensor], parameters: list[Tensor]) -> None:
+    return None
 
 
 launch = torch.ops.lockstep.launch.default

@@ -78,10 +78,12 @@ _NAMES_BY_PART = {
         "inputs_to_device",
     ),
     "dynamo": (
+        "at_end_of_compiled_backward",
         "compiler_is_off",
         "compiler_is_watching",
         "frame_without_compiler",
         "has_compiled_code",
+        "in_compiled_backward",
         "is_compiled",
         "leave_frame_to_python",
         "leave_to_python",

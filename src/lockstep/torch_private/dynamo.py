@@ -11,10 +11,12 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 __all__ = [
+    "at_end_of_compiled_backward",
     "compiler_is_off",
     "compiler_is_watching",
     "frame_without_compiler",
     "has_compiled_code",
+    "in_compiled_backward",
     "is_compiled",
     "leave_frame_to_python",
     "leave_to_python",
@@ -125,6 +127,39 @@ def stand_in_for_ddp_optimizer(make: Callable[..., Any | None]) -> None:
             return object.__new__(cls) if made is None else made
 
     distributed.DDPOptimizer = DDPOptimizer  # type: ignore[misc]
+
+
+def at_end_of_compiled_backward(function: Callable[[], None]) -> None:
+    """Call ``function`` where compiled autograd runs a backward's callbacks, traced into the graph or by Python.
+
+    A traced hook may queue a callback (``queue_callback``) only where breaks in the graph are forbidden, and may not ask
+    which it is.  So the end itself is told: of its two functions one is put into the graph, and the other is what dynamo
+    traces in the place of the first.
+    """
+    from torch._dynamo import compiled_autograd, external_utils
+
+    engine: Any = external_utils.FakeCompiledAutogradEngine
+    run_callbacks = engine.exec_final_callbacks
+    if getattr(run_callbacks, "_tells_lockstep", False):
+        return
+
+    def exec_final_callbacks(final_callbacks: list[Callable[[], None]]) -> None:
+        run_callbacks(final_callbacks)
+        function()
+
+    def _exec_final_callbacks_stub() -> None:
+        function()
+
+    exec_final_callbacks._tells_lockstep = True  # type: ignore[attr-defined]
+    engine.exec_final_callbacks = staticmethod(exec_final_callbacks)
+    engine._exec_final_callbacks_stub = staticmethod(_exec_final_callbacks_stub)
+    compiled_autograd._impure_targets.add(_exec_final_callbacks_stub)  # or it is dropped from the graph
+
+
+def in_compiled_backward() -> bool:
+    """Whether what runs now is a graph that compiled autograd made of a backward; the engine has no pass then."""
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    return compiled_autograd is not None and bool(compiled_autograd.in_compiled_autograd_region)
 
 
 def has_compiled_code(function: Any) -> bool:

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from lockstep import torch_private
 from lockstep.engine.bucket import Slot
-from lockstep.engine.feeders import registry
+from lockstep.engine.feeders import compiled_autograd, registry
 from lockstep.engine.step import SyncStep
 from lockstep.engine.used import find_tensors, parameters_reached_from
 
@@ -61,6 +62,9 @@ class HookFeeder:
     @torch_private.leave_to_python
     def _on_gradient(self, slot: Slot, parameter: Tensor) -> None:
         """The hook: runs once per parameter and backward, so it does as little as it can."""
+        if torch.compiler.is_compiling():
+            compiled_autograd.capture(self._step, parameter)
+            return
         if self._step.memory_is_shared and not registry.is_for(self._step, slot):
             return
         if len(torch_private.hooks_after(parameter)) > 1 and not torch_private.move_hook_to_end(
@@ -73,6 +77,9 @@ class HookFeeder:
     @torch_private.leave_to_python
     def _on_gradient_locked(self, slot: Slot, parameter: Tensor) -> None:
         """The hook for a module on several devices, each of which has its own backward thread."""
+        if torch.compiler.is_compiling():
+            compiled_autograd.capture(self._step, parameter)
+            return
         with self._step.lane.lock:
             self._on_gradient(slot, parameter)
 
@@ -81,6 +88,7 @@ class HookFeeder:
     def watch_outputs(self, output: Any) -> None:
         """After a forward: find the parameters it used, and watch for the backward that starts from its outputs."""
         step = self._step
+        compiled_autograd.forget_captured()
         outputs = [t for t in find_tensors(output) if t.requires_grad]
         if step.finds_unused and not step.static.is_on and outputs:
             with record_function("search_unused_parameters"):
@@ -93,6 +101,9 @@ class HookFeeder:
     def _on_output_gradient(self, _: Tensor) -> None:
         """The backward of a forward begins, in the outermost pass: its end says which parameters stayed without a gradient."""
         step = self._step
+        if torch.compiler.is_compiling():
+            compiled_autograd.capture_output(step)
+            return
         with step.lane.lock:
             step.note_output_reached()
             if step.finds_unused or step.static.is_on:

@@ -55,6 +55,14 @@ def slot_of(parameter: Tensor) -> tuple[SyncStep, Slot] | None:
     return None
 
 
+def entries_of(parameter: Tensor) -> list[tuple[SyncStep, Slot]]:
+    """All who look after a parameter and whom its gradient is for; an error where it is not known at all."""
+    entries = [(step, slot) for reference, slot in _slots.get(id(parameter), ()) if (step := reference()) is not None]
+    if not entries:
+        raise RuntimeError("A compiled backward brought the gradient of a parameter that no wrapped model looks after.")
+    return entries if len(entries) == 1 else [entry for entry in entries if is_for(*entry)]
+
+
 def is_for(step: SyncStep, slot: Slot) -> bool:
     """Whether a gradient of a shared parameter is for ``step``: not if only others had a forward before it."""
     if step.has_forward or step.state.value != "idle":
