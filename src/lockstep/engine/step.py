@@ -349,7 +349,7 @@ class SyncStep:
         if self.before_hand_out is not None or bucket.is_sparse:
             raise errors.LockstepError(errors.COMPILED_AUTOGRAD)
         bucket.left_because = "compiled autograd: its gradients are brought by the graph of the whole backward"
-        is_last = self.kind is Kind.FOLLOW_UP or not self.static_graph or self._fired_for_the_last_time(slot)
+        is_last = self.kind is Kind.FOLLOW_UP or not self.static.is_on or self.static.fires(slot, self.reducer.rank)
         if bucket.has_left:
             self._brought_late[slot] = gradient.detach().clone()
             self._remainders.add(bucket)
