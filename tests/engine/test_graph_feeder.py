@@ -48,6 +48,22 @@ def test_buckets_leave_inside_the_graph_from_the_first_step_on() -> None:
     assert came == [True, True, True]
 
 
+def test_a_graph_that_ends_in_the_loss_launches_too() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = two_layers()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x).square().sum()
+
+    ddp, model = compiled(Loss())
+    for _ in range(2):
+        ddp.zero_grad()
+        model(torch.ones(2, 4)).backward()
+        assert all(bucket.left_in_graph for bucket in ddp.reducer.buckets)
+
+
 def test_two_forwards_and_one_backward_leave_inside_the_graph() -> None:
     module = two_layers()
     reference = copy.deepcopy(module)

@@ -199,9 +199,11 @@ def _expect_all(step: SyncStep) -> None:
     step.expected_tasks.add(task)
     if step.kind is Kind.FOLLOW_UP:
         return
+    current = torch_private.current_node()
     for run in _runs.get(step, ()):
         node = run.node()
-        if node is not None and torch_private.engine_will_run(node):
+        # The engine does not count the node it began with: a loss that the graph itself computes.
+        if node is not None and (node is current or torch_private.engine_will_run(node)):
             for parts in run.parts:
                 for part in parts:
                     if part.step() is step:
