@@ -38,7 +38,7 @@ class Watch:
         self.board = board
         self._rank = rank
         self._stall_seconds = settings.stall_seconds()
-        self._num_meetings = 0
+        self._met: set[str] = set()  # meetings that this rank has come to
         if board is not None:
             _leave_last_words(self)
 
@@ -63,7 +63,7 @@ class Watch:
             self._look_for_last_words(moment)  # a broken connection inside a hook has a peer's error behind it
             raise
 
-    def gather(self, key: str, mine: str, timeout_seconds: float) -> dict[int, str]:
+    def gather(self, key: str, mine: str, timeout_seconds: float, *, heeds_failures: bool = True) -> dict[int, str]:
         """As the board's, but a peer that failed in the meantime is quoted, and who is late is named in the log."""
         assert self.board is not None
         next_report = monotonic() + self._stall_seconds
@@ -73,7 +73,8 @@ class Watch:
 
         def look_around() -> None:
             nonlocal next_report
-            self._raise_failed_peer(moment)
+            if heeds_failures:
+                self._raise_failed_peer(moment)
             if monotonic() >= next_report:
                 self._report_stall(moment)
                 next_report = monotonic() + 2 * self._stall_seconds
@@ -86,20 +87,24 @@ class Watch:
             self._raise_lost_peer(error, moment)
             raise
 
-    def meet(self, subject: str, mine: str, timeout_seconds: float) -> dict[int, str]:
+    def meet(
+        self, key: str, subject: str, mine: str, timeout_seconds: float, *, heeds_failures: bool = True
+    ) -> dict[int, str]:
         """Gather every rank's value at a place that ranks reach only if they all did the same before.
 
-        A rank that waits elsewhere meanwhile sees that it is missed here, and both get an error that says so.
+        ``key`` names the meeting, the same on all ranks; ``subject`` says what this rank is at.  A rank that waits
+        elsewhere meanwhile sees that it is missed here, and both get an error that says so.
         """
         assert self.board is not None
-        self._num_meetings += 1
-        self.board.post(f"meeting/{self._rank}", json.dumps([self._num_meetings, subject]))
-        told = self.gather(f"meeting {self._num_meetings}", json.dumps([subject, mine]), timeout_seconds)
-        answers = {rank: json.loads(text) for rank, text in told.items()}
-        subjects = {rank: str(answer[0]) for rank, answer in answers.items()}
-        if len(set(subjects.values())) > 1:
-            raise Disagreement(f"Ranks do different things at the same time:\n{rank_table(subjects)}", subjects)
-        return {rank: str(answer[1]) for rank, answer in answers.items()}
+        self._met.add(key)
+        self.board.post(f"meeting/{self._rank}", json.dumps([key, subject]))
+        try:
+            return self.gather(f"meeting: {key}", mine, timeout_seconds, heeds_failures=heeds_failures)
+        finally:
+            try:
+                self.board.forget(f"meeting/{self._rank}")
+            except RuntimeError:
+                logger.debug("the store is gone")
 
     def _look_for_meetings(self, missed: dict[int, int], moment: Callable[[], str]) -> None:
         """While waiting: raise if a peer has been at a meeting that this rank does not come to, for two slices."""
@@ -110,8 +115,8 @@ class Watch:
                 text = self.board.read(f"meeting/{rank}") if rank != self._rank else None
             except RuntimeError:
                 return
-            number, subject = json.loads(text) if text else (0, "")
-            if number <= self._num_meetings:
+            key, subject = json.loads(text) if text else ("", "")
+            if not key or key in self._met:
                 missed.pop(rank, None)
                 continue
             missed[rank] = missed.get(rank, 0) + 1
@@ -162,13 +167,6 @@ class Watch:
             self.board.post_first("failure", words)
         except RuntimeError:
             logger.debug("the store is gone; peers will see a closed connection instead of our error")
-
-    def forget_failure(self) -> None:
-        """This rank's own failure is being handled; it must not be quoted to peers that handle it too."""
-        if self.board is not None:
-            words = self.board.read("failure")
-            if words and json.loads(words)["rank"] == self._rank:
-                self.board.forget("failure")
 
     def clear_failure(self) -> None:
         """Forget an error that was handled, so that it is not quoted for a later one."""

@@ -158,19 +158,21 @@ class PlanKeeper:
 
     def _extend(self, slots: list[Slot]) -> None:
         """Plan anew with parameters that were unfrozen, on all ranks or not at all."""
+        planned = {slot.name for slot in self._step.reducer.slots}
+        names = ", ".join(slot.name for slot in slots if slot.name not in planned)
+        if self._peers.board is not None:
+            key = f"unfrozen, window {self._step.num_windows}, reset {self._step.num_resets}"
+            told = self._peers.watch.meet(key, f"a plan with unfrozen parameters: {names}", names, 60.0)
+            if len(set(told.values())) > 1:
+                raise errors.Disagreement(
+                    "Ranks unfroze different parameters:\n"
+                    + errors.rank_table(told)
+                    + "\nFix: change requires_grad of the same parameters on every rank, before the same forward.",
+                    told,
+                )
         self._plan_anew(slots)
         self._note_frozen()
-        logger.info("Parameters were unfrozen; the plan now covers %d of them.", len(slots))
-        if self._peers.board is None:
-            return
-        digests = self._peers.watch.meet("a plan with parameters that were unfrozen", self.plan.digest, 60.0)
-        if len(set(digests.values())) > 1:
-            raise errors.Disagreement(
-                "Ranks unfroze different parameters:\n"
-                + errors.rank_table({r: f"plan {d}" for r, d in digests.items()})
-                + "\nFix: change requires_grad of the same parameters on every rank, before the same forward.",
-                digests,
-            )
+        logger.info("Parameters were unfrozen (%s); the plan now covers %d of them.", names, len(slots))
 
     def _warn_functional_call(self, name: str) -> None:
         warnings.warn(

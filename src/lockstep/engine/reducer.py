@@ -196,6 +196,16 @@ class Reducer:
         self.collect(bucket)
         self.memory.add(bucket)
 
+    def send_zeros(self, bucket: LiveBucket, dtypes: Sequence[torch.dtype]) -> None:
+        """Take part in a reduction of others that this rank has nothing for, and drop the result."""
+        dtype = self.memory.reduce_dtype or dtypes[0]
+        for other in dtypes[1:]:
+            dtype = torch.promote_types(dtype, other)
+        if not bucket.is_sparse:
+            zeros = torch.zeros(bucket.spec.num_elements, dtype=dtype, device=bucket.parameters[0].device)
+            flight = self.mean.start(bucket, zeros, is_last=False)
+            flight.land(self.transport.watch, partial(self.moment, bucket))
+
     def abandon(self, bucket: LiveBucket) -> None:
         """Forget a window in progress: what was taken goes back into ``.grad``, as far as it can."""
         self.memory.give_back(bucket, 1.0 if bucket.flat is None else self.scale_of(bucket))

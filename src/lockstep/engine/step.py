@@ -212,25 +212,26 @@ class SyncStep:
         dtypes = list(map(_dtype_of, self._parameters))
         if dtypes == self._dtypes:
             return
-        self._dtypes = dtypes
         watch = self.reducer.transport.watch
-        if watch.board is None:
-            return
-        told = watch.meet("a change of parameters' dtypes", " ".join(map(str, dtypes)), _MEETING_SECONDS)
-        if len(set(told.values())) > 1:
-            names = self._cast_names()
-            raise errors.Disagreement(
-                "Parameters were cast differently on different ranks:\n"
-                + errors.rank_table({r: _count_words(text) for r, text in told.items()})
-                + f"\nOn rank {self.reducer.rank}: {', '.join(names[:8])}\nFix: cast the same parameters on every rank.",
-                told,
-            )
+        if watch.board is not None:
+            changed = zip(self.reducer.slots, dtypes, self._dtypes, strict=True)
+            cast = ", ".join(f"{slot.name} to {str(new)[6:]}" for slot, new, old in changed if new != old)
+            key = f"cast, window {self.num_windows}, reset {self.num_resets}"
+            told = watch.meet(key, f"parameters that were cast: {cast}", cast, _MEETING_SECONDS)
+            if len(set(told.values())) > 1:
+                raise errors.Disagreement(
+                    "Parameters were cast differently on different ranks:\n"
+                    + errors.rank_table(told)
+                    + "\nFix: cast the same parameters on every rank.",
+                    told,
+                )
+        self._dtypes = dtypes  # as agreed
 
     def _cast_names(self) -> list[str]:
         return [
             slot.name
-            for slot, now_, planned in zip(self.reducer.slots, self._dtypes, self._planned_dtypes, strict=True)
-            if now_ != planned
+            for slot, agreed, planned in zip(self.reducer.slots, self._dtypes, self._planned_dtypes, strict=True)
+            if agreed != planned
         ]
 
     def _mark_known_unused(self) -> None:
@@ -803,8 +804,8 @@ class SyncStep:
         if watch.board is not None and reducer.world > 1:
             sent = sum(bucket.has_left and not bucket.skipped for bucket in reducer.buckets)
             sent = sent if self.state is not State.IDLE else 0
-            watch.forget_failure()
-            told = watch.meet("reset_sync_window()", str(sent), _MEETING_SECONDS)
+            key = f"reset {self.num_resets}"
+            told = watch.meet(key, "reset_sync_window()", str(sent), _MEETING_SECONDS, heeds_failures=False)
             if isinstance(reducer.exchange, MeanExchange):
                 self._catch_up(sent, max(map(int, told.values())))
             if self.union.control is not None:
@@ -814,11 +815,11 @@ class SyncStep:
 
     def _catch_up(self, sent: int, most: int) -> None:
         """Send zeros for the buckets that other ranks have sent, and land everything that is under way."""
-        for bucket in self.reducer.buckets[sent:most]:
-            self.reducer.abandon(bucket)
-            self.reducer.launch(bucket, [None] * len(bucket.slots), takes=False)
-        for bucket in self.reducer.buckets[:most]:
+        dtypes = {slot: dtype for slot, dtype in zip(self.reducer.slots, self._dtypes, strict=True)}
+        for bucket in self.reducer.buckets[:sent]:
             self.reducer.collect(bucket)
+        for bucket in self.reducer.buckets[sent:most]:
+            self.reducer.send_zeros(bucket, [dtypes[slot] for slot in bucket.slots])
 
     def reset(self) -> None:
         """Forget the current window, after an error in a backward that was caught."""
@@ -864,8 +865,3 @@ def _bits(positions: Iterable[int]) -> int:
     for position in positions:
         bits |= 1 << position
     return bits
-
-
-def _count_words(text: str) -> str:
-    words = text.split()
-    return ", ".join(f"{words.count(word)} x {word.removeprefix('torch.')}" for word in dict.fromkeys(words))
