@@ -111,7 +111,9 @@ def train(
     return seen, sent, called, captures, str(lockstep.explain(ddp))
 
 
-def check(results: list[tuple[Any, ...]], *, parts: int = 1, keep: bool = False, on_ranks: tuple[int, ...] = (0, 1)) -> None:
+def check(
+    results: list[tuple[Any, ...]], *, parts: int = 1, keep: bool = False, on_ranks: tuple[int, ...] = (0, 1)
+) -> None:
     expected = alone(parts, keep)
     for rank, (seen, sent, _, captures, explained) in enumerate(results):
         for step in range(STEPS):

@@ -22,8 +22,6 @@ from lockstep import torch_private
 class Member(Protocol):
     """What a lane needs of a step."""
 
-    has_forward: bool
-
     def takes_part(self) -> bool: ...
 
     def begin_pass(self) -> None: ...
@@ -47,7 +45,6 @@ class Lane:
         self._members: list[weakref.ref[Any]] = []
         self._running: list[Member] = []
         self._callback_queued = self._outermost_queued = False
-        self._is_ending = False
         self._is_compiled = False  # the pass is one graph, whose own end is told (feeders/compiled_autograd.py)
 
     def enter(self, member: Member) -> None:
@@ -86,24 +83,12 @@ class Lane:
     def may_send(self, member: Member) -> bool:
         """Whether all who come before ``member`` in this pass have sent everything."""
         running = self._running
-        if self._is_compiled and not self._is_ending:
-            return self._may_send_compiled(member)
         if len(running) < 2:
             return True
         for other in running:
             if other is member:
                 return True
             if not other.has_sent_all():
-                return False
-        return True
-
-    def _may_send_compiled(self, member: Member) -> bool:
-        """As above, where nobody knows who will take part: those who had a forward may."""
-        for reference in reversed(self._members):
-            other = reference()
-            if other is member:
-                break
-            if other is not None and other.has_forward and not (other in self._running and other.has_sent_all()):
                 return False
         return True
 
@@ -117,11 +102,7 @@ class Lane:
     @torch_private.leave_to_python
     def _end(self) -> None:
         with self.lock:
-            running, self._running, self._callback_queued = self._running, [], False
-            if self._is_compiled:
-                self._is_ending = True
-                order = [m() for m in reversed(self._members)]
-                running.sort(key=order.index)
+            running, self._running, self._callback_queued, self._is_compiled = self._running, [], False, False
             is_inner = torch_private.in_nested_backward()
             self._outermost_queued = self._outermost_queued and is_inner
             # Those who settle still have to keep to the order.
@@ -133,7 +114,6 @@ class Lane:
                     member.end_pass(is_inner=is_inner)
             finally:
                 self._running = []
-                self._is_compiled = self._is_ending = False
                 for member in running:
                     member.forget_pass()
 
@@ -143,7 +123,7 @@ class Lane:
             for member in self._running:
                 member.forget_pass()
             self._running, self._callback_queued, self._outermost_queued = [], False, False
-            self._is_compiled = self._is_ending = False
+            self._is_compiled = False
 
 
 _lanes: weakref.WeakKeyDictionary[Any, Lane] = weakref.WeakKeyDictionary()

@@ -748,7 +748,9 @@ class SyncStep:
                 late = self.reducer.memory.set_late_aside(bucket)
                 if self._brought:
                     brought = self._brought_late
-                    late = [brought.get(s) if s in self._brought else g for s, g in zip(bucket.slots, late, strict=True)]
+                    late = [
+                        brought.get(s) if s in self._brought else g for s, g in zip(bucket.slots, late, strict=True)
+                    ]
                 self._collect_only(bucket, is_used)
                 self.reducer.add_late(bucket, late)
             else:

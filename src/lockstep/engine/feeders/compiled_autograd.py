@@ -62,7 +62,7 @@ def finish_captured() -> None:
         _tokens.clear()
     if _outputs:
         _outputs.clear()
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         end_compiled_passes()
 
 
