@@ -181,6 +181,34 @@ def test_hooks_of_others(on_ranks: tuple[int, ...]) -> None:
     assert_equal(run_ranks(WORLD, hooks_of_others, on_ranks), run_ranks(WORLD, hooks_of_others, ())[0])
 
 
+def broken_graph(on_ranks: tuple[int, ...]) -> list[list[Tensor]]:
+    import lockstep
+
+    ddp = lockstep.DDP(TwoHeads(), bucket_cap_mb=0.0001)
+
+    def print_it(p: Tensor) -> None:
+        torch._dynamo.graph_break()
+
+    ddp.module.head_a.weight.register_post_accumulate_grad_hook(print_it)
+    ddp.module.trunk.bias.register_post_accumulate_grad_hook(print_it)
+    seen = []
+    for step in range(4):
+        a, b = ddp(batch(step, dist.get_rank()))
+        loss = a.pow(2).mean() + b.sum()
+        if dist.get_rank() in on_ranks:
+            with compiled_autograd._enable(lambda gm: torch.compile(gm, backend="aot_eager", fullgraph=False)):
+                loss.backward()
+        else:
+            loss.backward()
+        seen.append(gradients(ddp))
+        ddp.zero_grad(set_to_none=step % 2 == 0)
+    return seen
+
+
+def test_hooks_that_break_the_graph() -> None:
+    assert_equal(run_ranks(WORLD, broken_graph, FIRST), run_ranks(WORLD, broken_graph, ())[0])
+
+
 def optimizer_in_backward(on_ranks: tuple[int, ...]) -> list[list[Tensor]]:
     from torch.distributed.optim import _apply_optimizer_in_backward
 

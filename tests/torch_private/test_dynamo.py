@@ -185,6 +185,13 @@ def test_leave_to_python() -> None:
     assert seen == []
 
 
+ENDS: list[bool] = []
+
+
+def note_end() -> None:
+    ENDS.append(torch.compiler.is_dynamo_compiling())
+
+
 @pytest.mark.parametrize("fullgraph", [True, False])
 @pytest.mark.parametrize("left_to_python", [False, True])
 def test_at_end_of_compiled_backward(monkeypatch: pytest.MonkeyPatch, fullgraph: bool, left_to_python: bool) -> None:
@@ -196,13 +203,9 @@ def test_at_end_of_compiled_backward(monkeypatch: pytest.MonkeyPatch, fullgraph:
     monkeypatch.setattr(engine.exec_final_callbacks, "_tells_lockstep", False, raising=False)
     monkeypatch.setattr(compiled_autograd, "_impure_targets", compiled_autograd._impure_targets.copy())
     torch._dynamo.reset()
-    ends: list[bool] = []
-
-    def note() -> None:
-        ends.append(torch.compiler.is_dynamo_compiling())
-
-    private.at_end_of_compiled_backward(note)
-    private.at_end_of_compiled_backward(note)  # once is enough
+    ENDS.clear()
+    private.at_end_of_compiled_backward(note_end)
+    private.at_end_of_compiled_backward(note_end)  # once is enough
     parameter = torch.nn.Parameter(torch.ones(2))
 
     def compiler(gm: torch.fx.GraphModule) -> object:
@@ -212,7 +215,7 @@ def test_at_end_of_compiled_backward(monkeypatch: pytest.MonkeyPatch, fullgraph:
         (parameter * 2).sum().backward()
     assert parameter.grad is not None
     assert parameter.grad.tolist() == [2.0, 2.0]
-    assert ends == [not left_to_python]
+    assert ENDS == [not left_to_python]
     torch._dynamo.reset()
 
 
