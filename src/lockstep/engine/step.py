@@ -357,8 +357,11 @@ class SyncStep:
             self.lane.begin(self)
         self._brought.add(slot)
         if self.syncs:
-            with self.telling_peers():
+            try:
                 self._count_brought(slot, gradient)
+            except Exception as error:
+                self.tell_peers(error)
+                raise
 
     def bring_at_end(self, slot: Slot) -> None:
         """As above, but hooks of others still have to run on this gradient."""
