@@ -254,6 +254,6 @@ def late_gradient(names: Sequence[str], *, rank: int, hook: str) -> LateGradient
 
 
 COMPILED_AUTOGRAD = (
-    "Compiled autograd does not go with native mixed precision or sparse gradients here: their results are of another kind "
-    "than the gradients that it has traced. Turn it off in dynamo's config; compiled backwards reduce without it."
+    "Compiled autograd does not go with native mixed precision or sparse gradients here: their results are of another "
+    "kind than the gradients that it has traced. Turn it off in dynamo's config; compiled backwards reduce without it."
 )

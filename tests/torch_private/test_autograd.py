@@ -46,6 +46,8 @@ def test_current_dist_autograd_context() -> None:
 def test_gradient_accumulator() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     assert private.gradient_accumulator(parameter).variable is parameter
+    with torch._C._AutoDispatchBelowAutograd():
+        assert private.gradient_accumulator(parameter).variable is parameter
 
 
 def test_in_backward() -> None:

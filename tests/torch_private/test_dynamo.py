@@ -183,3 +183,50 @@ def test_leave_to_python() -> None:
 
     assert torch.compile(called_back, backend=backend)(torch.ones(2)).tolist() == [2.0, 2.0]
     assert seen == []
+
+
+ENDS: list[bool] = []
+
+
+def note_end() -> None:
+    ENDS.append(torch.compiler.is_dynamo_compiling())
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("left_to_python", [False, True])
+def test_at_end_of_compiled_backward(monkeypatch: pytest.MonkeyPatch, fullgraph: bool, left_to_python: bool) -> None:
+    from torch._dynamo import compiled_autograd, external_utils
+
+    engine = external_utils.FakeCompiledAutogradEngine
+    for name in ("exec_final_callbacks", "_exec_final_callbacks_stub"):
+        monkeypatch.setattr(engine, name, staticmethod(getattr(engine, name)))
+    monkeypatch.setattr(engine.exec_final_callbacks, "_tells_lockstep", False, raising=False)
+    monkeypatch.setattr(compiled_autograd, "_impure_targets", compiled_autograd._impure_targets.copy())
+    torch._dynamo.reset()
+    ENDS.clear()
+    private.at_end_of_compiled_backward(note_end)
+    private.at_end_of_compiled_backward(note_end)  # once is enough
+    parameter = torch.nn.Parameter(torch.ones(2))
+
+    def compiler(gm: torch.fx.GraphModule) -> object:
+        return gm if left_to_python else torch.compile(gm, backend="eager", fullgraph=fullgraph)
+
+    with compiled_autograd._enable(compiler):
+        (parameter * 2).sum().backward()
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [2.0, 2.0]
+    assert ENDS == [not left_to_python]
+    torch._dynamo.reset()
+
+
+def test_in_compiled_backward() -> None:
+    from torch._dynamo import compiled_autograd
+
+    seen = []
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.register_post_accumulate_grad_hook(lambda p: seen.append(private.in_compiled_backward()))
+    (parameter * 2).sum().backward()
+    with compiled_autograd._enable(lambda gm: gm):
+        (parameter * 2).sum().backward()
+    assert seen == [False, True]
+    assert not private.in_compiled_backward()

@@ -150,7 +150,7 @@ class Compilation:
             warnings.warn(f"{name} was compiled, but no graph of it has run.", stacklevel=4)
         for graph in explanation.graphs:
             for launch in graph.launches:
-                if not launch.delivers:
+                if not launch.delivers and not launch.left_because.startswith("compiled autograd"):
                     why = launch.left_because or "the graph has not delivered them"
                     warnings.warn(
                         f"The compiled graph of {graph.region} was to launch {', '.join(launch.names[:5])}"

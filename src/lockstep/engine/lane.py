@@ -83,8 +83,6 @@ class Lane:
     def may_send(self, member: Member) -> bool:
         """Whether all who come before ``member`` in this pass have sent everything."""
         running = self._running
-        if self._is_compiled and len(self._members) > 1:
-            return False  # who else will take part is known only at the end
         if len(running) < 2:
             return True
         for other in running:
@@ -104,11 +102,7 @@ class Lane:
     @torch_private.leave_to_python
     def _end(self) -> None:
         with self.lock:
-            running, self._running, self._callback_queued = self._running, [], False
-            if self._is_compiled:
-                self._is_compiled = False
-                order = [m() for m in reversed(self._members)]
-                running.sort(key=order.index)
+            running, self._running, self._callback_queued, self._is_compiled = self._running, [], False, False
             is_inner = torch_private.in_nested_backward()
             self._outermost_queued = self._outermost_queued and is_inner
             # Those who settle still have to keep to the order.

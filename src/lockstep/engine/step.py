@@ -336,8 +336,11 @@ class SyncStep:
             self.lane.begin(self)
         self._brought.add(slot)
         if self.syncs:
-            with self.telling_peers():
+            try:
                 self._count_brought(slot, gradient)
+            except Exception as error:
+                self.tell_peers(error)
+                raise
 
     def bring_at_end(self, slot: Slot) -> None:
         """As above, but hooks of others still have to run on this gradient."""
@@ -370,11 +373,15 @@ class SyncStep:
         self._results = gradients
 
     def clear_taken(self, gradients: Mapping[Slot, Tensor]) -> None:
-        """Where the window stays open: what was taken must not be in ``.grad`` as well; see [Note: taken]."""
-        if self.state is not State.IDLE:
-            for slot, gradient in gradients.items():
-                if slot.is_taken or slot.bucket.has_left:
-                    gradient.zero_()
+        """What was taken, and is in a window that stays open or was used up (an optimizer in the backward), must not be
+        in ``.grad`` as well; see [Note: taken]."""
+        for slot, gradient in gradients.items():
+            if self.state is State.IDLE:
+                is_gone = self.after_bucket is not None and slot.parameter.grad is None
+            else:
+                is_gone = slot.is_taken or slot.bucket.has_left
+            if is_gone:
+                gradient.zero_()
 
     # ---------------------------------------------------------------- gradients come in from a compiled graph
 

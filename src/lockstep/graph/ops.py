@@ -44,8 +44,8 @@ def _fake_launch(grads: list[Tensor], parameters: list[Tensor], group: int) -> T
     return torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
 
 
-# Of compiled autograd, see engine/feeders/compiled_autograd.py.  The two that only tell something return an empty tensor,
-# which the next takes: what has no result is dropped from a graph, and what has no argument in common may be reordered.
+# Of compiled autograd, see engine/feeders/compiled_autograd.py.  Two only tell something; they return an empty tensor,
+# which the next one takes: what has no result is dropped from a graph, and what shares no argument may be reordered.
 _library.define("output_reached(Tensor parameter) -> Tensor", tags=_TAGS)
 _library.define("accumulated(Tensor grad, Tensor parameter, Tensor[] after) -> Tensor", tags=_TAGS)
 _library.define("finish(Tensor(a!)[] grads, Tensor[] after, Tensor[] parameters) -> ()", tags=_TAGS)

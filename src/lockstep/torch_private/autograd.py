@@ -93,6 +93,11 @@ def gradient_accumulator(parameter: torch.Tensor) -> Any | None:
     """
     with torch.enable_grad():
         expanded = parameter.expand_as(parameter)
+        if expanded.grad_fn is None and parameter.requires_grad:
+            # Where an operator has turned autograd off for what it calls, as compiled graphs do in their first run.
+            excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutogradCPU)
+            with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+                expanded = parameter.expand_as(parameter)
     return None if expanded.grad_fn is None else expanded.grad_fn.next_functions[0][0]
 
 

@@ -132,9 +132,9 @@ def stand_in_for_ddp_optimizer(make: Callable[..., Any | None]) -> None:
 def at_end_of_compiled_backward(function: Callable[[], None]) -> None:
     """Call ``function`` where compiled autograd runs a backward's callbacks, traced into the graph or by Python.
 
-    A traced hook may queue a callback (``queue_callback``) only where breaks in the graph are forbidden, and may not ask
-    which it is.  So the end itself is told: of its two functions one is put into the graph, and the other is what dynamo
-    traces in the place of the first.
+    A traced hook may queue a callback (``queue_callback``) only where breaks in the graph are forbidden, and cannot
+    ask whether they are.  So the end itself tells: of its two functions one is put into the graph, and the other is
+    what dynamo traces in the place of the first.  ``function`` may change what it reaches by name in its module.
     """
     from torch._dynamo import compiled_autograd, external_utils
 

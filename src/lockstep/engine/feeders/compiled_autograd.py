@@ -7,7 +7,7 @@
 
 [Note: what the graph sees]  Dynamo changes ``.grad`` after the graph has run, so while it runs ``.grad`` holds what it
 held before.  The operators know only the tensors that they are given: ``accumulated`` copies its one at once, because a
-compiler may use that memory again afterwards; ``finish`` writes into those that will be in ``.grad`` (step.py, ``bring``).
+compiler may use that memory again afterwards; ``finish`` writes into those that will be in ``.grad``.
 What ``accumulated`` returns is an argument of ``finish``; nothing else keeps the two in order.
 
 [Note: one graph]  Whether a pass synchronises, what the communication hook does and which buckets are whole is decided
@@ -62,7 +62,7 @@ def finish_captured() -> None:
         _tokens.clear()
     if _outputs:
         _outputs.clear()
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():
         end_compiled_passes()
 
 

@@ -248,7 +248,7 @@ def _will_accumulate_all(slots: Sequence[Slot]) -> bool:
 @torch_private.leave_to_python
 def _withhold(run: Run, results: tuple[Any, ...], _: object) -> tuple[Any, ...] | None:
     """When the node has run: take out of its results what was delivered; see [Note: withheld]."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return None  # compiled autograd runs the graph without its node: nothing is delivered there
     delivered, run.delivered = run.delivered, []
     if not delivered:

@@ -62,7 +62,7 @@ class HookFeeder:
     @torch_private.leave_to_python
     def _on_gradient(self, slot: Slot, parameter: Tensor) -> None:
         """The hook: runs once per parameter and backward, so it does as little as it can."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             compiled_autograd.capture(self._step, parameter)
             return
         if self._step.memory_is_shared and not registry.is_for(self._step, slot):
@@ -77,7 +77,7 @@ class HookFeeder:
     @torch_private.leave_to_python
     def _on_gradient_locked(self, slot: Slot, parameter: Tensor) -> None:
         """The hook for a module on several devices, each of which has its own backward thread."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             compiled_autograd.capture(self._step, parameter)
             return
         with self._step.lane.lock:
@@ -101,7 +101,7 @@ class HookFeeder:
     def _on_output_gradient(self, _: Tensor) -> None:
         """The backward of a forward begins, in the outermost pass: its end says which parameters stayed without a gradient."""
         step = self._step
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             compiled_autograd.capture_output(step)
             return
         with step.lane.lock:
