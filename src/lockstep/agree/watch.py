@@ -63,17 +63,21 @@ class Watch:
             self._look_for_last_words(moment)  # a broken connection inside a hook has a peer's error behind it
             raise
 
-    def gather(self, key: str, mine: str, timeout_seconds: float, *, heeds_failures: bool = True) -> dict[int, str]:
-        """As the board's, but a peer that failed in the meantime is quoted, and who is late is named in the log."""
+    def gather(self, key: str, mine: str, timeout_seconds: float, *, patience_seconds: float = 0.0) -> dict[int, str]:
+        """As the board's, but a peer that failed in the meantime is quoted, and who is late is named in the log.
+
+        ``patience_seconds``: how long a failure may stand there before it counts, where it is being handled.
+        """
         assert self.board is not None
         next_report = monotonic() + self._stall_seconds
+        impatient = monotonic() + patience_seconds
 
         def moment() -> str:
             return f"the exchange of each rank's {key}"
 
         def look_around() -> None:
             nonlocal next_report
-            if heeds_failures:
+            if monotonic() >= impatient:
                 self._raise_failed_peer(moment)
             if monotonic() >= next_report:
                 self._report_stall(moment)
@@ -88,7 +92,7 @@ class Watch:
             raise
 
     def meet(
-        self, key: str, subject: str, mine: str, timeout_seconds: float, *, heeds_failures: bool = True
+        self, key: str, subject: str, mine: str, timeout_seconds: float, *, patience_seconds: float = 0.0
     ) -> dict[int, str]:
         """Gather every rank's value at a place that ranks reach only if they all did the same before.
 
@@ -99,7 +103,7 @@ class Watch:
         self._met.add(key)
         self.board.post(f"meeting/{self._rank}", json.dumps([key, subject]))
         try:
-            return self.gather(f"meeting: {key}", mine, timeout_seconds, heeds_failures=heeds_failures)
+            return self.gather(f"meeting: {key}", mine, timeout_seconds, patience_seconds=patience_seconds)
         finally:
             try:
                 self.board.forget(f"meeting/{self._rank}")
@@ -167,6 +171,13 @@ class Watch:
             self.board.post_first("failure", words)
         except RuntimeError:
             logger.debug("the store is gone; peers will see a closed connection instead of our error")
+
+    def forget_own_failure(self) -> None:
+        """This rank handles its failure now; a later one of a peer may be told in its place."""
+        if self.board is not None:
+            words = self.board.read("failure")
+            if words and json.loads(words)["rank"] == self._rank:
+                self.board.forget("failure")
 
     def clear_failure(self) -> None:
         """Forget an error that was handled, so that it is not quoted for a later one."""

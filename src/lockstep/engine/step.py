@@ -53,6 +53,7 @@ from lockstep.observe.timeline import now
 _requires_grad = attrgetter("requires_grad")
 _dtype_of = attrgetter("dtype")
 _MEETING_SECONDS = 60.0
+_PATIENCE = 8.0  # seconds
 
 
 class State(Enum):
@@ -807,17 +808,21 @@ class SyncStep:
     def reset_together(self) -> None:
         """Forget the current window on all ranks: what some have sent the others send too, so that all are level."""
         reducer, watch = self.reducer, self.reducer.transport.watch
-        self.num_resets += 1
         if watch.board is not None and reducer.world > 1:
             sent = sum(bucket.has_left and not bucket.skipped for bucket in reducer.buckets)
             sent = sent if self.state is not State.IDLE else 0
-            key = f"reset {self.num_resets}"
-            told = watch.meet(key, "reset_sync_window()", str(sent), _MEETING_SECONDS, heeds_failures=False)
+            key = f"reset {self.num_resets + 1}"
+            watch.forget_own_failure()
+            # Others may still be raising what all of them are to handle.
+            told = watch.meet(key, "reset_sync_window()", str(sent), _MEETING_SECONDS, patience_seconds=_PATIENCE)
             if isinstance(reducer.exchange, MeanExchange):
                 self._catch_up(sent, max(map(int, told.values())))
             if self.union.control is not None:
                 self.union.control.renew()
             watch.clear_failure()
+            self.num_updates = 0
+            self.has_fresh_gradients = False
+        self.num_resets += 1
         self.reset()
 
     def _catch_up(self, sent: int, most: int) -> None:
