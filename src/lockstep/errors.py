@@ -243,11 +243,11 @@ def late_gradient(names: Sequence[str], *, rank: int, hook: str) -> LateGradient
         else "ranks of this process group have no way to tell each other"
     )
     return LateGradient(
-        f"Parameters received a gradient from outside of the compiled graph, or in a second backward, after their bucket had "
-        f"left, on rank {rank} or one of its peers; and "
+        f"Parameters received a gradient from outside of the compiled graph, or in a second backward, after their "
+        f"bucket had left, on rank {rank} or one of its peers; and "
         f"{why}. The gradients of this step are not valid.\nThe buckets hold {shown}.\n"
-        "Likely cause: a parameter is used outside of the compiled graph as well (a penalty in the loss), in two reentrant "
-        "checkpoints, or in a second backward.\n"
+        "Likely cause: a parameter is used outside of the compiled graph as well (a penalty in the loss), in two "
+        "reentrant checkpoints, or in a second backward.\n"
         "Fix: add the losses up and call backward once; or wrap the model with overlap='none'; or use no communication "
         "hook. To go on from here, call reset_sync_window() and zero_grad() on all ranks and repeat the step."
     )

@@ -215,7 +215,7 @@ def test_at_end_of_compiled_backward(monkeypatch: pytest.MonkeyPatch, fullgraph:
         (parameter * 2).sum().backward()
     assert parameter.grad is not None
     assert parameter.grad.tolist() == [2.0, 2.0]
-    assert ENDS == [not left_to_python]
+    assert [not left_to_python] == ENDS
     torch._dynamo.reset()
 
 

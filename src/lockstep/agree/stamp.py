@@ -46,7 +46,7 @@ _WORDS = {
         "optimizer steps so far",
         "an extra backward, or no_sync(), on some ranks only: this reduction pairs up gradients of different steps",
     ),
-    "plan": ("the plan", "parameters were unfrozen, added or cast on some ranks only"),
+    "plan": ("the plan", "another model or bucket size with init_sync=False, or unfrozen on some ranks only"),
     "frozen": ("frozen parameters", "requires_grad was changed on some ranks only"),
     "cast": ("parameters of another dtype than planned", "parameters were cast on some ranks only"),
     "exchange": ("communication hook or divisor", "a communication hook was registered on some ranks only"),

@@ -3,7 +3,7 @@
     MeanExchange     the mean over the ranks, by one all-reduce
     HookExchange     whatever the user's communication hook makes of it
 
-A sparse bucket has its own ways to a mean (``sparse.py``).  Everything else (who packs, when, in which order, who waits)
+A sparse bucket has its own ways to a mean (``sparse.py``).  Everything else (who packs, when and in which order)
 is the same for all of them, and lives elsewhere.
 """
 

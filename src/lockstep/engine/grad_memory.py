@@ -9,9 +9,9 @@
   ``OWN`` (False)  .grad keeps its own memory and the result is copied into it.
 In all three the tensor object in .grad survives: only what it points at changes.
 
-[Note: taken]  A gradient that has gone into the flat buffer is taken out of ``.grad``, which is None until the result is
-handed out.  So nobody reads or writes memory that travels; and whatever autograd adds after that lies in a ``.grad`` of
-its own, and is known to have come later.
+[Note: taken]  A gradient that has gone into the flat buffer is taken out of ``.grad``, which is None until the result
+is handed out.  So nobody reads or writes memory that travels; and whatever autograd adds after that lies in a ``.grad``
+of its own, and is known to have come later.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class GradMemory:
         slot.held, slot.is_taken, slot.bucket.has_taken = gradient, True, True
         slot.parameter.grad = None
 
-    # ---------------------------------------------------------------- into the buffer, as a compiled graph delivers them
+    # ---------------------------------------------------------------- into the buffer, as a graph delivers them
 
     def absorb(self, bucket: LiveBucket, slots: Sequence[Slot], gradients: Sequence[Tensor], scale: float) -> None:
         """Take gradients that a graph computed, and what has accumulated in ``.grad`` before, if anything has.
@@ -276,8 +276,10 @@ class GradMemory:
                 torch_private.foreach_mul(targets, scale)
 
     def _take_packed(self, bucket: LiveBucket, flat: Tensor) -> None:
-        """Take the gradients that were packed out of ``.grad``; where the result will lie in the buffer, the memory they
-        lay in is free at once."""
+        """Take the gradients that were packed out of ``.grad``.
+
+        Where the result will lie in the buffer, the memory they lay in is free at once.
+        """
         views = None
         for position, (slot, gradient) in enumerate(zip(bucket.slots, bucket.gradients, strict=True)):
             if gradient is None or slot.is_taken:

@@ -5,8 +5,8 @@
     hand_out(bucket, ...)         .grad of each parameter
 
 It owns the buckets and three parts: a :class:`Transport` (the group), an :class:`Exchange` (what is done with a bucket)
-and a :class:`GradMemory` (whose memory gradients lie in).  When and in which order buckets leave is not decided here but
-in ``step.py``.
+and a :class:`GradMemory` (whose memory gradients lie in).  When and in which order buckets leave is decided in
+``step.py``.
 """
 
 from __future__ import annotations

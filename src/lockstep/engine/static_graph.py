@@ -1,4 +1,4 @@
-"""``static_graph=True``: the first window shows how often each parameter receives a gradient, and all others repeat it."""
+"""``static_graph=True``: the first window shows how often each parameter gets a gradient, and all others repeat it."""
 
 from __future__ import annotations
 

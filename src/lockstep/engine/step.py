@@ -827,7 +827,7 @@ class SyncStep:
 
     def _catch_up(self, sent: int, most: int) -> None:
         """Send zeros for the buckets that other ranks have sent, and land everything that is under way."""
-        dtypes = {slot: dtype for slot, dtype in zip(self.reducer.slots, self._dtypes, strict=True)}
+        dtypes = dict(zip(self.reducer.slots, self._dtypes, strict=True))
         for bucket in self.reducer.buckets[:sent]:
             self.reducer.collect(bucket)
         for bucket in self.reducer.buckets[sent:most]:

@@ -149,7 +149,7 @@ def graph_task_id() -> int:
 
 
 def node_metadata(node: Any) -> dict[str, Any]:
-    """What anyone may attach to a node of autograd's graph; it lives as long as the node.  Public, but typed wrongly."""
+    """What anyone may attach to a node of autograd's graph; it lives with the node. Public, but typed wrongly."""
     return node.metadata  # type: ignore[no-any-return]
 
 

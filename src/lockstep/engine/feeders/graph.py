@@ -13,9 +13,9 @@ forward: all are counted as what they are.
 does put into ``.grad`` came from elsewhere (a use of the parameter outside of every graph), and is known as such: it
 is folded in while the bucket is here, and reduced by itself when it has left (step.py, [Note: what comes late]).
 
-[Note: handed on]  Where a gradient cannot be taken, it is handed to autograd like any other, and the hooks bring it: in a
-pass that does not synchronise, under ``torch.autograd.grad``, for parameters with hooks of their own (which must see the
-local gradient), and so on; ``_why_not`` has the list.  It only leaves later; what is sent is the same.
+[Note: handed on]  Where a gradient cannot be taken, it is handed to autograd like any other, and the hooks bring it:
+in a pass that does not synchronise, under ``torch.autograd.grad``, for parameters with hooks of their own (which must
+see the local gradient), and so on; ``_why_not`` has the list.  It only leaves later; what is sent is the same.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class HookFeeder:
 
     @torch_private.leave_to_python
     def _on_output_gradient(self, _: Tensor) -> None:
-        """The backward of a forward begins, in the outermost pass: its end says which parameters stayed without a gradient."""
+        """Notice the backward of a forward: the end of its outermost pass says what stayed without a gradient."""
         step = self._step
         if torch.compiler.is_dynamo_compiling():
             compiled_autograd.capture_output(step)
