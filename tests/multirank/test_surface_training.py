@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from multirank.compare import Tensors, assert_close, assert_identical, gradients_of, state_of
-from multirank.harness import expect_errors, run_ranks, torch_fails
+from multirank.harness import SUBJECT, run_ranks, torch_fails
 from multirank.models import CASES, Case, regression_batch, squared_error
 from multirank.steps import (
     DTYPE,
@@ -224,13 +224,8 @@ def train_checkpointed(twice: bool, use_reentrant: bool, options: dict[str, Any]
     ids=["plain", "find_unused", "static", "reentrant", "reentrant_static", "reentrant_static_views"],
 )
 def test_activation_checkpointing(twice: bool, use_reentrant: bool, options: dict[str, Any]) -> None:
-    if twice and use_reentrant and not options:
-        errors = expect_errors(WORLD, range(WORLD), train_checkpointed, twice, use_reentrant, options)
-        for error in errors.values():
-            # Its gradient comes in two nested passes; nobody can know beforehand which is the last.
-            assert "blocks.0." in error.text
-            assert "static_graph" in error.text
-        return
+    if twice and use_reentrant and not options and SUBJECT == "torch":
+        pytest.xfail("torch's DDP: marks a parameter ready twice")
     values = run_ranks(WORLD, train_checkpointed, twice, use_reentrant, options)
     expected = reference_steps(checkpointed(twice, use_reentrant), CHECKPOINTED, WORLD)
     assert_steps(values, expected, "activation checkpointing")
