@@ -463,7 +463,9 @@ class SyncStep:
 
     def has_sent_all(self) -> bool:
         """Whether others need not wait for this one in the current pass."""
-        return not self.syncs or self.state is not State.OPEN or self.all_launched or self._is_ending
+        if not self.syncs or self.state is not State.OPEN or self.kind is Kind.FOLLOW_UP:
+            return True  # the last kind sends when all others have
+        return self.all_launched or self._is_ending
 
     def _launch(self, bucket: LiveBucket) -> None:
         if self.skips_unused_buckets and all(slot.found_unused and not slot.dirty for slot in bucket.slots):

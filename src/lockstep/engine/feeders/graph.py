@@ -160,7 +160,7 @@ def _placeholder(parts: Sequence[Part], parameters: Sequence[Tensor]) -> Tensor:
     flat = parts[0].bucket.flat
     num_elements = sum(map(Tensor.numel, parameters))
     if flat is not None and flat.dtype is parameters[0].dtype and flat.numel() >= num_elements and not flat.is_sparse:
-        return flat.view(-1)  # another tensor than the reducer's own
+        return torch_private.alias(flat, (num_elements,), (1,), 0)
     return parameters[0].new_empty(num_elements)
 
 
