@@ -149,7 +149,8 @@ ALONE = {
     "unfreezes": Alone(unfreezes, frozen_net, names_parameter=True, makes_equal=unfreeze),
     "passes_twice": Alone(passes_twice, last_step=ODD + 1, makes_equal=take_weights_of_rank_0),
     "does_not_synchronise": Alone(does_not_synchronise, last_step=ODD + 1, makes_equal=take_weights_of_rank_0),
-    "resets": Alone(resets, makes_equal=take_weights_of_rank_0),
+    # Going on in the same process after a reset on one rank alone is not held yet: ranks meet under another number.
+    "resets": Alone(resets),
     "resets_after_all_were_interrupted": Alone(resets_after_all_were_interrupted, any_error=True),
     "registers_a_hook": Alone(registers_a_hook),
     "lowers_its_precision": Alone(lowers_its_precision, names_parameter=True),
