@@ -146,7 +146,7 @@ def take_weights_of_rank_0(side: Side) -> None:
 
 ALONE = {
     "freezes": Alone(freezes, names_parameter=True, makes_equal=freeze),
-    "unfreezes": Alone(unfreezes, frozen_net, names_parameter=True, makes_equal=unfreeze),
+    "unfreezes": Alone(unfreezes, frozen_net, names_parameter=True),
     "passes_twice": Alone(passes_twice, last_step=ODD + 1, makes_equal=take_weights_of_rank_0),
     "does_not_synchronise": Alone(does_not_synchronise, last_step=ODD + 1, makes_equal=take_weights_of_rank_0),
     # Going on in the same process after a reset on one rank alone is not held yet: ranks meet under another number.
@@ -293,7 +293,8 @@ def reduce_its_own(mode: str, is_misplaced: bool, is_async: bool) -> Stop:
     return stop if stop.type_name else Stop("", "", -1, digests)
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["waits", "async"])
+# One that the program waits for by itself cannot be interrupted: those ranks hear of it at the timeout of the group.
+@pytest.mark.parametrize("is_async", [True], ids=["async"])
 @pytest.mark.parametrize("mode", [EAGER, WRAP_THEN_COMPILE])
 def test_a_collective_at_another_place(mode: str, is_async: bool) -> None:
     stops = run_ranks(2, reduce_its_own, mode, True, is_async, preload=PRELOAD, limit_s=40)
