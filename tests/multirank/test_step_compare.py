@@ -244,7 +244,7 @@ def test_one_rank_alone(name: str, mode: str, world: int) -> None:
 @pytest.mark.parametrize("mode", [EAGER, WRAP_THEN_COMPILE])
 @pytest.mark.parametrize("name", [name for name, alone in ALONE.items() if alone.makes_equal is not None])
 def test_going_on_after_it(name: str, mode: str) -> None:
-    run_ranks(2, train_until_stopped, name, mode, True, preload=PRELOAD, limit_s=60)
+    run_ranks(2, train_until_stopped, name, mode, True, preload=PRELOAD, limit_s=30)
 
 
 # ---------------------------------------------------------------- a collective of the program's own
