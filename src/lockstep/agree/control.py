@@ -1,13 +1,14 @@
 """The control plane: a few numbers that all ranks of a group unite, beside the gradients.
 
 It is a gloo group of its own, whatever carries the gradients: so it is never paired with a collective of anyone else,
-and on a GPU no queue is stopped to read the answer.  It is made when it is first used, which is at the end of the first
-window, where all ranks pass.
+and on a GPU no queue is stopped to read the answer.  It is connected where all ranks pass at the same time: when a model
+is wrapped, or, where ranks were not compared then, at the end of the first window.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -59,19 +60,38 @@ class ControlPlane:
         """Start adding each number up over all ranks."""
         return self._start(numbers, "sum", watch)
 
-    def _start(self, numbers: Sequence[int], op: str, watch: Watch) -> Answer:
+    def connect(self, watch: Watch) -> None:
+        """Connect with the other ranks, which do so too."""
         if self._group is None:
-            # Connecting cannot be interrupted; so ranks first wait for each other where it can.
-            watch.gather(f"control plane {self._num_renewals}", "ready", self._timeout.total_seconds())
-            self._group = torch_private.host_group(
-                f"{self._prefix}/{self._num_renewals}", self._rank, self._world, self._timeout
+            prefix = f"{self._prefix}/{self._num_renewals}"
+            # Connecting cannot be interrupted, the wait for a thread that does it can.
+            connecting = start_thread(
+                lambda: torch_private.host_group(prefix, self._rank, self._world, self._timeout)
             )
+            self._group = watch.wait_future(connecting, lambda: "the connection of the control plane")
+
+    def _start(self, numbers: Sequence[int], op: str, watch: Watch) -> Answer:
+        self.connect(watch)
         values = torch.tensor(numbers, dtype=torch.int64)
         return Answer(values, torch_private.host_all_reduce(self._group, values, op), watch)
 
     def all_equal(self, number: int, watch: Watch, moment: Callable[[], str]) -> bool:
         """Whether all ranks gave the same number."""
         return self.start_or([number, ~number], watch).wait(moment) == [number, ~number]
+
+
+def start_thread(function: Callable[[], Any]) -> torch.futures.Future[Any]:
+    """Run a function in a thread that nobody has to wait for."""
+    result: torch.futures.Future[Any] = torch.futures.Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except Exception as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="lockstep connects", daemon=True).start()
+    return result
 
 
 def control_of(process_group: Any) -> ControlPlane | None:

@@ -11,13 +11,15 @@ from lockstep.engine.module_state import broadcast_tensors, sync_module_states
 
 
 def make_ranks_equal(wrapped: setup.Wrapped, options: Options, peers: Peers, chunk_bytes: int) -> None:
-    """Compare with the other ranks, then take rank 0's parameters and buffers."""
+    """Compare with the other ranks, connect with them, then take rank 0's parameters and buffers."""
     if peers.board is not None:
         compared = options.compared(wrapped.ignored, wrapped.placement.device_type, peers.world)
         ignored = wrapped.ignored - set(options.delayed_names)
         with_buffers = options.syncs_buffers_at_wrap
         mine = setup.describe(wrapped.module, ignored, compared, wrapped.plan, with_buffers=with_buffers)
         agree_on_model(peers.board, mine, settings.agreement_timeout())
+    if peers.control is not None:
+        peers.control.connect(peers.watch)
     sync_module_states(
         wrapped.module,
         peers.group,

@@ -642,7 +642,14 @@ class SyncStep:
         return 0
 
     def _closing_moment(self) -> str:
-        return f"the comparison of ranks at the end of step {self.reducer.timeline.step}"
+        """What ranks that compare wait for: mostly for a peer that has not sent a bucket yet."""
+        reducer = self.reducer
+        under_way = [bucket for bucket in reducer.buckets if bucket.flight is not None]
+        for bucket in under_way:
+            if not bucket.flight.is_done():
+                return reducer.moment(bucket)
+        end = f"the comparison of ranks at the end of step {reducer.timeline.step}"
+        return f"{end}, after {reducer.moment(under_way[-1])}" if under_way else end
 
     def _stamp(self) -> Stamp:
         reducer = self.reducer
@@ -821,6 +828,7 @@ class SyncStep:
                 self._catch_up(sent, max(map(int, told.values())))
             if self.union.control is not None:
                 self.union.control.renew()
+                self.union.control.connect(watch)
             watch.clear_failure()
             self.num_updates = 0
             self.has_fresh_gradients = False
