@@ -15,7 +15,8 @@ from lockstep.engine.feeders.driver import ExplicitDriver
 from lockstep.engine.grad_memory import GradMemory, GradOwnership
 from lockstep.engine.lane import Lane
 from lockstep.engine.reducer import Reducer
-from lockstep.engine.step import State, SyncStep
+from lockstep.engine.states import State
+from lockstep.engine.step import SyncStep
 from lockstep.engine.transport import Transport
 from lockstep.engine.union import Union
 from lockstep.observe.timeline import Timeline
@@ -114,7 +115,7 @@ def test_unused_parameters_count_but_are_not_part_of_the_ready_order() -> None:
         driver.deliver(step.reducer.slots[1].parameter, torch.ones(1))
     assert left == [0]
     assert step.ready_order == [step.reducer.slots[1]]
-    assert step.used_counts == [0, 1]
+    assert step.closing.used_counts == [0, 1]
     assert step.reducer.slots[0].parameter.grad is None
 
 

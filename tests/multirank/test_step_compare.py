@@ -146,10 +146,9 @@ def take_weights_of_rank_0(side: Side) -> None:
 
 ALONE = {
     "freezes": Alone(freezes, names_parameter=True, makes_equal=freeze),
-    "unfreezes": Alone(unfreezes, frozen_net, names_parameter=True),
+    "unfreezes": Alone(unfreezes, frozen_net, names_parameter=True, makes_equal=unfreeze),
     "passes_twice": Alone(passes_twice, last_step=ODD + 1, makes_equal=take_weights_of_rank_0),
     "does_not_synchronise": Alone(does_not_synchronise, last_step=ODD + 1, makes_equal=take_weights_of_rank_0),
-    # Going on in the same process after a reset on one rank alone is not held yet: ranks meet under another number.
     "resets": Alone(resets),
     "resets_after_all_were_interrupted": Alone(resets_after_all_were_interrupted, any_error=True),
     "registers_a_hook": Alone(registers_a_hook),
@@ -245,6 +244,33 @@ def test_one_rank_alone(name: str, mode: str, world: int) -> None:
 @pytest.mark.parametrize("name", [name for name, alone in ALONE.items() if alone.makes_equal is not None])
 def test_going_on_after_it(name: str, mode: str) -> None:
     run_ranks(2, train_until_stopped, name, mode, True, preload=PRELOAD, limit_s=30)
+
+
+def reset_alone_then_all(mode: str) -> list[str]:
+    """Rank 1 resets; the others hear of it where they wait, reset too, and repeat their step."""
+    import lockstep
+
+    side = Side(Mix(lambda side, t: None, one_net), dist.get_rank(), mode)
+    digests = []
+    for step in range(NUM_STEPS):
+        try:
+            resets(side, step)
+        except lockstep.errors.Disagreement as error:
+            assert (step, side.rank) == (ODD, 0)
+            assert "reset_sync_window" in str(error)
+            side.wrappers[0].reset_sync_window()
+            usual(side, step)
+        else:
+            assert (step, side.rank) != (ODD, 0)
+        digests.append(side.digest())
+    go_on(side, Mix(lambda side, t: None, one_net))
+    return digests
+
+
+@pytest.mark.parametrize("mode", [EAGER, WRAP_THEN_COMPILE])
+def test_a_reset_on_one_rank_is_joined_by_the_others(mode: str) -> None:
+    first, second = run_ranks(2, reset_alone_then_all, mode, preload=PRELOAD, limit_s=60)
+    assert first == second
 
 
 # ---------------------------------------------------------------- a collective of the program's own

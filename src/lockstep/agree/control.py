@@ -1,8 +1,8 @@
 """The control plane: a few numbers that all ranks of a group unite, beside the gradients.
 
 It is a gloo group of its own, whatever carries the gradients: so it is never paired with a collective of anyone else,
-and on a GPU no queue is stopped to read the answer.  It is connected where all ranks pass at the same time: when a model
-is wrapped, or, where ranks were not compared then, at the end of the first window.
+and on a GPU no queue is stopped to read the answer.  It is connected where all ranks pass at the same time: when a
+model is wrapped, or, where ranks were not compared then, at the end of the first window.
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ class ControlPlane:
         if self._group is None:
             prefix = f"{self._prefix}/{self._num_renewals}"
             # Connecting cannot be interrupted, the wait for a thread that does it can.
-            connecting = start_thread(
-                lambda: torch_private.host_group(prefix, self._rank, self._world, self._timeout)
-            )
+            connecting = start_thread(lambda: torch_private.host_group(prefix, self._rank, self._world, self._timeout))
             self._group = watch.wait_future(connecting, lambda: "the connection of the control plane")
 
     def _start(self, numbers: Sequence[int], op: str, watch: Watch) -> Answer:

@@ -172,13 +172,6 @@ class Watch:
         except RuntimeError:
             logger.debug("the store is gone; peers will see a closed connection instead of our error")
 
-    def forget_own_failure(self) -> None:
-        """This rank handles its failure now; a later one of a peer may be told in its place."""
-        if self.board is not None:
-            words = self.board.read("failure")
-            if words and json.loads(words)["rank"] == self._rank:
-                self.board.forget("failure")
-
     def clear_failure(self) -> None:
         """Forget an error that was handled, so that it is not quoted for a later one."""
         if self.board is not None:

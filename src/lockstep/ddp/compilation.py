@@ -24,7 +24,8 @@ from lockstep.ddp.peers import Peers
 from lockstep.ddp.plan_keeper import PlanKeeper
 from lockstep.ddp.uneven import UnevenInputs
 from lockstep.engine.link import measure_link
-from lockstep.engine.step import State, SyncStep
+from lockstep.engine.states import State
+from lockstep.engine.step import SyncStep
 from lockstep.graph.backend import OverlapCompiler
 from lockstep.graph.explain import Explanation, explain_graphs
 from lockstep.graph.pace import measure_flops_per_second, pace_of, ready_order

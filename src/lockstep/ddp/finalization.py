@@ -5,7 +5,8 @@ What is asked of torch's reducer and what is asked of its wrapper meet here.
 
 from __future__ import annotations
 
-from lockstep.engine.step import Kind, State, SyncStep
+from lockstep.engine.states import Kind, State
+from lockstep.engine.step import SyncStep
 
 
 class ManualFinalization:
@@ -69,12 +70,11 @@ class ManualFinalization:
                 "no_sync() is active or finalize_backward() was already called for this backward pass."
             )
         if step.state is State.OPEN:
-            self._close_early()
-        else:
-            step.finalize()
+            self._require_all_sent()
+        step.finalize()
 
-    def _close_early(self) -> None:
-        """Finalise from a hook inside the backward; what still comes in this pass is local, and warned of if used."""
+    def _require_all_sent(self) -> None:
+        """Raise where a hook inside the backward finalises too early."""
         step = self._step
         buckets = step.reducer.buckets
         num_sent = sum(bucket.has_left for bucket in buckets)
@@ -84,6 +84,3 @@ class ManualFinalization:
                 f"buckets_.size()={len(buckets)}. Call finalize_backward() only after all DDP-managed parameters have "
                 "computed gradients."
             )
-        step.state = State.CLOSING
-        step.finalize()
-        step.syncs = False

@@ -108,8 +108,8 @@ class TorchReducer:
 
     def _get_local_used_map(self) -> Tensor:
         """How many ranks used each parameter in the last window, in declaration order."""
-        counts = self._step.used_counts
-        counts = self._step.local_used_counts() if counts is None else counts
+        counts = self._step.closing.used_counts
+        counts = self._step.closing.local_used_counts() if counts is None else counts
         return torch.tensor(counts, dtype=torch.int32, device=self.slots[0].parameter.device)
 
     def get_backward_stats(self) -> list[int]:

@@ -14,7 +14,8 @@ from lockstep.ddp.peers import Peers
 from lockstep.ddp.plan_keeper import PlanKeeper
 from lockstep.engine.join import MirrorHook
 from lockstep.engine.module_state import sync_module_states
-from lockstep.engine.step import State, SyncStep
+from lockstep.engine.states import State
+from lockstep.engine.step import SyncStep
 from lockstep.observe.logging_data import LoggingData
 
 

@@ -33,6 +33,7 @@ from lockstep.ddp.parts import BROADCAST_CHUNK_BYTES, build_parts
 from lockstep.ddp.peers import Peers
 from lockstep.ddp.torch_names import TorchNames
 from lockstep.engine.optimizer_in_backward import take_over_optimizers
+from lockstep.engine.recovery import reset_together
 from lockstep.engine.union import Check
 from lockstep.graph.explain import Explanation
 from lockstep.observe.logging_data import LoggingData
@@ -255,7 +256,7 @@ class DistributedDataParallel(TorchNames, _Base):
 
     def reset_sync_window(self) -> None:
         """Forget the reduction that is under way, on all ranks, after an error in a backward that was caught."""
-        self.step.reset_together()
+        reset_together(self.step)
         self._parts.precision.restore()
 
     @property

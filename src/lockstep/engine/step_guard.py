@@ -14,7 +14,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep import errors
-from lockstep.engine.step import State, SyncStep
+from lockstep.engine.states import State
+from lockstep.engine.step import SyncStep
 
 _watched: weakref.WeakSet[SyncStep] = weakref.WeakSet()
 _installed = False
@@ -40,7 +41,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         if step is None:
             continue
         if step.state is not State.IDLE:
-            if not step.is_collecting:
+            if not step.closing.is_collecting:
                 _stop_unfinished(step, optimizer)
         elif step.holds_local_gradients and step.reducer.world > 1:
             _warn_local(step, optimizer)

@@ -25,7 +25,7 @@ from lockstep import torch_private
 from lockstep.agree.board import Board
 from lockstep.engine.bucket import Slot, is_dense
 from lockstep.engine.feeders.graph import Region
-from lockstep.engine.feeders.registry import slot_of
+from lockstep.engine.registry import slot_of
 from lockstep.engine.step import SyncStep
 from lockstep.graph import joint
 from lockstep.graph.compare import compare, describe_graph

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from lockstep import torch_private
+from lockstep.engine import registry
 from lockstep.engine.bucket import Slot
-from lockstep.engine.feeders import registry
 from lockstep.engine.lane import end_compiled_passes
 from lockstep.engine.step import SyncStep
 
@@ -88,9 +88,9 @@ def bring(gradient: Tensor, parameter: Tensor) -> Tensor:
     for step, slot in entries:
         with step.lane.lock:
             if not _comes_last(slot, parameter):
-                step.bring_at_end(slot)
+                step.intake.bring_at_end(slot)
             else:
-                step.bring(slot, gradient)
+                step.intake.bring(slot, gradient)
     return gradient.new_empty(0)
 
 
@@ -108,10 +108,10 @@ def finish(gradients: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
         for step, slot in registry.entries_of(parameter):
             by_step.setdefault(step, {})[slot] = gradient
     for step, results in by_step.items():
-        step.take_results_into(results)
+        step.intake.take_results_into(results)
     end_compiled_passes()
     for step, results in by_step.items():
-        step.clear_taken(results)
+        step.intake.clear_taken(results)
 
 
 def _comes_last(slot: Slot, parameter: Tensor) -> bool:

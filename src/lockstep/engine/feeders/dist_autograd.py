@@ -45,5 +45,5 @@ class DistAutogradFeeder:
             return
         gradients = dist_autograd.get_gradients(self._context)  # type: ignore[attr-defined]
         if slot.parameter in gradients:
-            self._step.context_gradients = gradients
-            self._step.deliver(slot)
+            self._step.intake.context_gradients = gradients
+            self._step.intake.deliver(slot)

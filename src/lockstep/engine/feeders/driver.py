@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from lockstep.engine.bucket import Slot
-from lockstep.engine.step import State, SyncStep
+from lockstep.engine.states import State
+from lockstep.engine.step import SyncStep
 
 
 class ExplicitDriver:
@@ -41,7 +42,7 @@ class ExplicitDriver:
         if slot is None or not step.is_in_pass:
             raise ValueError("deliver() needs begin() before it, and a parameter of the wrapped model.")
         step.reducer.memory.accumulate(slot, gradient)
-        step.deliver(slot)
+        step.intake.deliver(slot)
 
     def finish(self) -> None:
         """Wait for everything, and hand the reduced gradients out in ``.grad``."""

@@ -31,8 +31,9 @@ from torch import Tensor
 
 from lockstep import torch_private
 from lockstep.engine.bucket import LiveBucket, Slot, in_memory_order
-from lockstep.engine.feeders.registry import slot_of
-from lockstep.engine.step import Kind, SyncStep, will_accumulate
+from lockstep.engine.registry import slot_of
+from lockstep.engine.states import Kind
+from lockstep.engine.step import SyncStep, will_accumulate
 
 _RUN = "lockstep run"  # in the metadata of an autograd node
 
@@ -151,7 +152,7 @@ def deliver(gradients: Sequence[Tensor], parameters: Sequence[Tensor], group: in
         return _placeholder(parts, parameters)
     flat = pack(gradients, parameters)
     for step in {step for part in parts if (step := part.step()) is not None}:
-        step.hand_on(flat)
+        step.intake.hand_on(flat)
     return flat
 
 
@@ -175,16 +176,16 @@ def _deliver_part(part: Part, gradients: Sequence[Tensor]) -> bool:
             step.lane.begin(step)
         if not step.syncs:
             return False
-        step.flush_deferred()
+        step.intake.flush_deferred()
         _expect_all(step)
         mine = gradients if len(part.members) == len(gradients) else [gradients[member] for member in part.members]
         why = _why_not(step, part, mine)
         try:
             if why:
-                step.leave_delivery(part.bucket, part.slots, why)
+                step.intake.leave_delivery(part.bucket, part.slots, why)
                 return False
             part.bucket.left_because = ""
-            step.take_delivery(part.bucket, part.slots, mine)
+            step.intake.take_delivery(part.bucket, part.slots, mine)
             return True
         except Exception as error:
             step.tell_peers(error)
@@ -194,9 +195,9 @@ def _deliver_part(part: Part, gradients: Sequence[Tensor]) -> bool:
 def _expect_all(step: SyncStep) -> None:
     """Once per backward: count what the runs that it comes to will deliver; see [Note: whole]."""
     task = torch_private.graph_task_id()
-    if task in step.expected_tasks:
+    if task in step.intake.expected_tasks:
         return
-    step.expected_tasks.add(task)
+    step.intake.expected_tasks.add(task)
     if step.kind is Kind.FOLLOW_UP:
         return
     current = torch_private.current_node()
@@ -207,7 +208,7 @@ def _expect_all(step: SyncStep) -> None:
             for parts in run.parts:
                 for part in parts:
                     if part.step() is step:
-                        step.expect_delivery(part.bucket, part.slots)
+                        step.intake.expect_delivery(part.bucket, part.slots)
 
 
 def _why_not(step: SyncStep, part: Part, gradients: Sequence[Tensor]) -> str:
@@ -221,11 +222,11 @@ def _why_not(step: SyncStep, part: Part, gradients: Sequence[Tensor]) -> str:
         return "another wrapper reduces it too"
     if memory.reduce_dtype is not None:
         return "native mixed precision reduces in another dtype"
-    if step.union.control is None and step.reducer.world > 1:
+    if step.closing.union.control is None and step.reducer.world > 1:
         return "ranks of this group cannot tell each other what comes late"
     if step.static.is_on and not step.static.fires_once(part.slots):
         return "static_graph=True is still learning, or it is used several times"
-    if step.context_gradients is not None or torch_private.current_dist_autograd_context() is not None:
+    if step.intake.context_gradients is not None or torch_private.current_dist_autograd_context() is not None:
         return "distributed autograd keeps gradients elsewhere"
     if not memory.can_fold(part.slots):
         return "what lies in .grad cannot be added to it"

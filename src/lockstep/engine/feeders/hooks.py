@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from lockstep import torch_private
+from lockstep.engine import registry
 from lockstep.engine.bucket import Slot
-from lockstep.engine.feeders import compiled_autograd, registry
+from lockstep.engine.feeders import compiled_autograd
 from lockstep.engine.step import SyncStep
 from lockstep.engine.used import find_tensors, parameters_reached_from
 
@@ -70,9 +71,9 @@ class HookFeeder:
         if len(torch_private.hooks_after(parameter)) > 1 and not torch_private.move_hook_to_end(
             parameter, slot.hook_id
         ):
-            self._step.defer(slot)
+            self._step.intake.defer(slot)
         else:
-            self._step.deliver(slot)
+            self._step.intake.deliver(slot)
 
     @torch_private.leave_to_python
     def _on_gradient_locked(self, slot: Slot, parameter: Tensor) -> None:

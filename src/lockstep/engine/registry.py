@@ -8,11 +8,14 @@ backward of the other.
 from __future__ import annotations
 
 import weakref
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from lockstep.engine.bucket import Slot
-from lockstep.engine.step import SyncStep
+
+if TYPE_CHECKING:
+    from lockstep.engine.step import SyncStep
 
 # A slot keeps its parameter alive, so an id in here is never another parameter's.
 _slots: dict[int, list[tuple[weakref.ref[SyncStep], Slot]]] = {}

@@ -1,0 +1,225 @@
+"""The end of a window: ranks compare and unite what they have, everything is collected and handed out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from lockstep import errors
+from lockstep.agree.stamp import Stamp
+from lockstep.engine.bucket import LiveBucket, Slot
+from lockstep.engine.states import Kind
+from lockstep.engine.union import Union
+
+if TYPE_CHECKING:
+    from lockstep.engine.step import SyncStep
+
+
+class Closing:
+    """Closes the windows of one step."""
+
+    def __init__(self, step: SyncStep, union: Union) -> None:
+        self._step = step
+        self.union = union
+        self.used_counts: list[int] | None = None  # on how many ranks each parameter was used
+        self.is_collecting = False
+
+    def close(self) -> None:
+        """Compare with the other ranks, collect everything, hand it out."""
+        bits = self._unite()
+        if self._step.kind is Kind.FOLLOW_UP:
+            self._reduce_reached(bits)
+        else:
+            self._collect_all(self._remaining(bits))
+
+    # ---------------------------------------------------------------- what ranks tell each other
+
+    def _unite(self) -> int:
+        """Compare stamps; returns what any rank has: remainders by bucket, or parameters reached, as a set of bits."""
+        reducer = self._step.reducer
+        bits, num_bits = self._own_bits()
+        used = self.local_used_counts() if self._asks_for_used() else None
+        if self.union.control is None:
+            return self._unite_alone(bits, used)
+        reducer.land_unordered()
+        bits, counts = self.union.unite(reducer.transport, self._stamp, bits, num_bits, used, self._moment)
+        self.used_counts = self.used_counts if counts is None else counts
+        return bits
+
+    def _own_bits(self) -> tuple[int, int]:
+        reducer = self._step.reducer
+        if self._step.kind is Kind.FOLLOW_UP:
+            return _bits(slot.position for slot in reducer.slots if slot.ready), len(reducer.slots)
+        return _bits(bucket.index for bucket in self._step.intake.remainders), len(reducer.buckets)
+
+    def _unite_alone(self, bits: int, used: list[int] | None) -> int:
+        """In a world of one, or where ranks have no way to tell each other anything but gradients."""
+        reducer = self._step.reducer
+        if used is not None:
+            device = reducer.slots[0].parameter.device
+            self.used_counts = used if reducer.world == 1 else self.union.count_used(reducer.transport, used, device)
+        if reducer.world == 1:
+            return bits
+        if self._step.kind is Kind.FOLLOW_UP:
+            return (1 << len(reducer.slots)) - 1
+        if bits:
+            raise errors.late_gradient(_names_of(self._step.intake.remainders), rank=reducer.rank, hook="")
+        return 0
+
+    def _moment(self) -> str:
+        """What ranks that compare wait for: mostly for a peer that has not sent a bucket yet."""
+        reducer = self._step.reducer
+        under_way = [bucket for bucket in reducer.buckets if bucket.flight is not None]
+        for bucket in under_way:
+            if not bucket.flight.is_done():
+                return reducer.moment(bucket)
+        end = f"the comparison of ranks at the end of step {reducer.timeline.step}"
+        return f"{end}, after {reducer.moment(under_way[-1])}" if under_way else end
+
+    def _stamp(self) -> Stamp:
+        step = self._step
+        reducer = step.reducer
+        divisor = reducer.mean.divisor
+        return Stamp(
+            wrapper=self.union.name,
+            window=step.num_windows,
+            kind=step.kind.value,
+            updates=step.updates_before,
+            plan=reducer.plan.digest,
+            frozen=step.frozen,
+            cast=step.casts.names(),
+            exchange=reducer.exchange.name if divisor is None else f"{reducer.exchange.name} over {divisor:g} ranks",
+            num_buckets=reducer.num_buckets_reduced if not step.skips_unused_buckets else -1,
+            resets=step.num_resets,
+        )
+
+    # ---------------------------------------------------------------- who used what
+
+    def _asks_for_used(self) -> bool:
+        """Whether ranks must know which parameters any of them used."""
+        step = self._step
+        if step.kind is Kind.FOLLOW_UP:
+            return False
+        if step.static.is_on:
+            return step.static.just_learned
+        return step.finds_unused and not step.skips_unused_buckets
+
+    def local_used_counts(self) -> list[int]:
+        """1 for each parameter, in declaration order, that this rank has a new gradient for."""
+        gradient_of = self._step.intake.gradient_of
+        return [
+            int(slot.dirty and (slot.is_taken or gradient_of(slot) is not None)) for slot in self._step.reducer.slots
+        ]
+
+    def _is_used(self) -> Callable[[Slot], bool] | None:
+        """Which parameters any rank used; the others keep their .grad as it was (None, usually)."""
+        step = self._step
+        if step.kind is Kind.FOLLOW_UP or not (step.static.is_on or step.finds_unused):
+            return None
+        if step.finds_unused and step.skips_unused_buckets and not step.static.is_on:
+            return lambda slot: slot.dirty or not slot.found_unused
+        counts = self.used_counts
+        return None if counts is None else lambda slot: counts[slot.position] > 0
+
+    # ---------------------------------------------------------------- everything is collected
+
+    def _remaining(self, bits: int) -> list[LiveBucket]:
+        """The buckets with a remainder on any rank; see step.py, [Note: what comes late]."""
+        reducer = self._step.reducer
+        buckets = [bucket for bucket in reducer.buckets if bits >> bucket.index & 1]
+        for bucket in reducer.buckets:
+            bucket.waits_for_end = bucket.got_extra or bucket in buckets
+            bucket.was_watched = True
+        if buckets and not reducer.exchange.is_linear:
+            raise errors.late_gradient(_names_of(buckets), rank=reducer.rank, hook=reducer.exchange.name)
+        return buckets
+
+    def _collect_all(self, remaining: Sequence[LiveBucket]) -> None:
+        step, is_used = self._step, self._is_used()
+        reducer, intake = step.reducer, step.intake
+        if step.before_hand_out is not None:
+            for bucket in reducer.buckets:
+                reducer.collect(bucket)
+            step.before_hand_out()
+        for bucket in reducer.buckets:
+            if bucket not in remaining:
+                self.collect(bucket, is_used)
+                continue
+            late = reducer.memory.set_late_aside(bucket)
+            if intake.brought:
+                pairs = zip(bucket.slots, late, strict=True)
+                late = [intake.brought_late.get(s) if s in intake.brought else g for s, g in pairs]
+            self._collect_only(bucket, is_used)
+            reducer.add_late(bucket, late)
+        for bucket in remaining:
+            self._after(bucket)
+
+    def collect(self, bucket: LiveBucket, is_used: Callable[[Slot], bool] | None) -> None:
+        """Wait for a bucket, and hand it out."""
+        if bucket.skipped or bucket.flat is None:
+            return  # nothing left, or it was collected earlier in this pass
+        self._collect_only(bucket, is_used)
+        self._after(bucket)
+
+    def _collect_only(self, bucket: LiveBucket, is_used: Callable[[Slot], bool] | None) -> None:
+        reducer, intake = self._step.reducer, self._step.intake
+        reducer.collect(bucket)
+        reducer.hand_out(bucket, is_used, in_place=intake.context_gradients is not None, into=intake.results)
+
+    def _after(self, bucket: LiveBucket) -> None:
+        if self._step.after_bucket is not None:
+            self.is_collecting = True
+            try:
+                self._step.after_bucket(bucket)
+            finally:
+                self.is_collecting = False
+
+    def _reduce_reached(self, bits: int) -> None:
+        """Reduce what a backward without a forward has reached, on any rank, as it lies in .grad."""
+        step = self._step
+        buckets = [b for b in step.reducer.buckets if any(bits >> slot.position & 1 for slot in b.slots)]
+        reached = {slot for bucket in buckets for slot in bucket.slots if bits >> slot.position & 1}
+        if step.before_hand_out is not None:
+            step.before_hand_out()
+        for bucket in buckets:
+            step.launch(bucket)
+        step.reducer.land_unordered()
+        for bucket in buckets:
+            self.collect(bucket, lambda slot: slot in reached or slot.is_taken)
+
+    def mirror(self) -> None:
+        """As a rank without data (join): contribute zeros to everything, in the order of the others.
+
+        The mean gradients are kept, because an optimizer that is part of the join (ZeRO) steps its share with them.
+        """
+        step = self._step
+        reducer = step.reducer
+        for bucket in reducer.buckets:
+            bucket.open()
+            reducer.launch(bucket, [None] * len(bucket.slots), takes=False)
+        reducer.land_unordered()
+        remaining: list[LiveBucket] = []
+        if self.union.control is not None:
+            num_used = len(reducer.slots) if self._asks_for_used() else 0
+            bits, counts = self.union.mirror(reducer.transport, len(reducer.buckets), num_used, self._moment)
+            self.used_counts = self.used_counts if counts is None else counts
+            remaining = self._remaining(bits)
+        is_used = self._is_used()
+        for bucket in reducer.buckets:
+            reducer.collect(bucket)
+            for slot in bucket.slots:
+                reducer.memory.set(slot, None)
+            reducer.hand_out(bucket, is_used)
+            if bucket in remaining:
+                reducer.add_late(bucket, [None] * len(bucket.slots))
+
+
+def _names_of(buckets: Iterable[LiveBucket]) -> list[str]:
+    return [slot.name for bucket in buckets for slot in bucket.slots]
+
+
+def _bits(positions: Iterable[int]) -> int:
+    bits = 0
+    for position in positions:
+        bits |= 1 << position
+    return bits
