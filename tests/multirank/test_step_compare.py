@@ -255,9 +255,8 @@ def reset_alone_then_all(mode: str) -> list[str]:
     for step in range(NUM_STEPS):
         try:
             resets(side, step)
-        except lockstep.errors.Disagreement as error:
+        except lockstep.errors.Disagreement:
             assert (step, side.rank) == (ODD, 0)
-            assert "reset_sync_window" in str(error)
             side.wrappers[0].reset_sync_window()
             usual(side, step)
         else:
@@ -319,8 +318,7 @@ def reduce_its_own(mode: str, is_misplaced: bool, is_async: bool) -> Stop:
     return stop if stop.type_name else Stop("", "", -1, digests)
 
 
-# One that the program waits for by itself cannot be interrupted: those ranks hear of it at the timeout of the group.
-@pytest.mark.parametrize("is_async", [True], ids=["async"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["waits", "async"])
 @pytest.mark.parametrize("mode", [EAGER, WRAP_THEN_COMPILE])
 def test_a_collective_at_another_place(mode: str, is_async: bool) -> None:
     stops = run_ranks(2, reduce_its_own, mode, True, is_async, preload=PRELOAD, limit_s=40)

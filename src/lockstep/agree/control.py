@@ -30,19 +30,19 @@ class Answer:
         self._work = work
         self._watch = watch
 
-    def wait(self, moment: Callable[[], str]) -> list[int]:
+    def wait(self, moment: Callable[[], str], *, meeting: tuple[str, str] | None = None) -> list[int]:
         """What all ranks gave together."""
-        self._watch.wait_work(self._work, moment)
+        self._watch.wait_work(self._work, moment, meeting=meeting)
         return self._numbers.tolist()
 
 
 class ControlPlane:
     """The ranks of one process group, able to unite small numbers."""
 
-    def __init__(self, process_group: Any) -> None:
+    def __init__(self, process_group: Any, name: str = "control") -> None:
         self._rank, self._world = process_group.rank(), process_group.size()
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._prefix = f"lockstep/{attempt}/{process_group.group_name}/control"
+        self._prefix = f"lockstep/{attempt}/{process_group.group_name}/{name}"
         self._timeout = torch_private.group_timeout(process_group)
         self._group: Any = None
         self._num_renewals = 0
@@ -73,9 +73,9 @@ class ControlPlane:
         values = torch.tensor(numbers, dtype=torch.int64)
         return Answer(values, torch_private.host_all_reduce(self._group, values, op), watch)
 
-    def all_equal(self, number: int, watch: Watch, moment: Callable[[], str]) -> bool:
+    def all_equal(self, number: int, watch: Watch, moment: Callable[[], str], meeting: tuple[str, str]) -> bool:
         """Whether all ranks gave the same number."""
-        return self.start_or([number, ~number], watch).wait(moment) == [number, ~number]
+        return self.start_or([number, ~number], watch).wait(moment, meeting=meeting) == [number, ~number]
 
 
 def start_thread(function: Callable[[], Any]) -> torch.futures.Future[Any]:

@@ -42,9 +42,17 @@ class Watch:
         if board is not None:
             _leave_last_words(self)
 
-    def wait_work(self, work: Any, moment: Callable[[], str]) -> None:
-        """Wait for ``work`` (a collective whose wait blocks the host); ``moment`` names it in messages."""
-        self._wait(lambda: work.wait(_SLICE), work.is_completed, moment)
+    def wait_work(self, work: Any, moment: Callable[[], str], *, meeting: tuple[str, str] | None = None) -> None:
+        """Wait for ``work`` (a collective whose wait blocks the host); ``moment`` names it in messages.
+
+        ``meeting`` (key and subject, see ``meet``): others who wait elsewhere meanwhile are missed here.
+        """
+        try:
+            self._wait(lambda: work.wait(_SLICE), work.is_completed, moment, meeting)
+        finally:
+            if meeting is not None and meeting[0] in self._met:
+                self._met.discard(meeting[0])
+                self._leave_meeting()
 
     def wait_future(self, future: torch.futures.Future[Any], moment: Callable[[], str]) -> Any:
         """Wait for what a communication hook returned, and return its value."""
@@ -100,15 +108,23 @@ class Watch:
         elsewhere meanwhile sees that it is missed here, and both get an error that says so.
         """
         assert self.board is not None
-        self._met.add(key)
-        self.board.post(f"meeting/{self._rank}", json.dumps([key, subject]))
+        self._come_to_meeting(key, subject)
         try:
             return self.gather(f"meeting: {key}", mine, timeout_seconds, patience_seconds=patience_seconds)
         finally:
-            try:
+            self._leave_meeting()
+
+    def _come_to_meeting(self, key: str, subject: str) -> None:
+        self._met.add(key)
+        if self.board is not None:
+            self.board.post(f"meeting/{self._rank}", json.dumps([key, subject]))
+
+    def _leave_meeting(self) -> None:
+        try:
+            if self.board is not None:
                 self.board.forget(f"meeting/{self._rank}")
-            except RuntimeError:
-                logger.debug("the store is gone")
+        except RuntimeError:
+            logger.debug("the store is gone")
 
     def _look_for_meetings(self, missed: dict[int, int], moment: Callable[[], str]) -> None:
         """While waiting: raise if a peer has been at a meeting that this rank does not come to, for two slices."""
@@ -135,7 +151,11 @@ class Watch:
                 raise error
 
     def _wait(
-        self, wait_slice: Callable[[], object], is_completed: Callable[[], bool], moment: Callable[[], str]
+        self,
+        wait_slice: Callable[[], object],
+        is_completed: Callable[[], bool],
+        moment: Callable[[], str],
+        meeting: tuple[str, str] | None = None,
     ) -> None:
         pause = self._stall_seconds
         next_report = monotonic() + pause
@@ -152,7 +172,11 @@ class Watch:
                     except RuntimeError as error:
                         self._raise_lost_peer(error, moment)
             self._raise_failed_peer(moment)
-            self._look_for_meetings(missed, moment)
+            if meeting is not None:
+                if meeting[0] not in self._met:
+                    self._come_to_meeting(*meeting)
+            else:
+                self._look_for_meetings(missed, moment)
             if monotonic() >= next_report:
                 self._report_stall(moment)
                 pause *= 2

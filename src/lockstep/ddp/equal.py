@@ -18,8 +18,7 @@ def make_ranks_equal(wrapped: setup.Wrapped, options: Options, peers: Peers, chu
         with_buffers = options.syncs_buffers_at_wrap
         mine = setup.describe(wrapped.module, ignored, compared, wrapped.plan, with_buffers=with_buffers)
         agree_on_model(peers.board, mine, settings.agreement_timeout())
-    if peers.control is not None:
-        peers.control.connect(peers.watch)
+    peers.connect()
     sync_module_states(
         wrapped.module,
         peers.group,

@@ -8,7 +8,7 @@ from lockstep import torch_private
 from lockstep.agree.board import open_board
 from lockstep.agree.control import ControlPlane, control_of
 from lockstep.agree.watch import Watch
-from lockstep.engine.audit import CollectiveAudit
+from lockstep.engine.audit import audit_of
 from lockstep.engine.lane import Lane, lane_of
 from lockstep.engine.step import SyncStep
 from lockstep.engine.transport import Transport
@@ -55,6 +55,13 @@ class Peers:
     def control(self) -> ControlPlane | None:
         return control_of(self.group)
 
+    def connect(self) -> None:
+        """Connect the planes on which ranks compare; all ranks come here."""
+        if self.control is not None:
+            self.control.connect(self.watch)
+            if self._check == "collective":
+                audit_of(self.group, self.watch).connect(self.watch)
+
     def union(self) -> Union:
         """Make what compares this wrapper with its twins at the end of a step."""
         return Union(self.control, self.name, self._check)
@@ -66,9 +73,8 @@ class Peers:
     def transport(self) -> Transport:
         """Make the engine's view of the group."""
         transport = Transport(self.group, self.watch)
-        control = self.control
-        if self._check == "collective" and control is not None:
-            transport.audit = CollectiveAudit(self.group, control, self.watch)
+        if self._check == "collective" and self.control is not None:
+            transport.audit = audit_of(self.group, self.watch)
         return transport
 
     def move(self, group: dist.ProcessGroup, step: SyncStep) -> None:

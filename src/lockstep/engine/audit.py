@@ -1,9 +1,8 @@
-"""check="collective": every collective of ours says which it is, and how many others the program has issued.
+"""check="collective": ranks compare every collective of a group before it is started, ours and the program's own.
 
-Collectives of one group are paired by the order in which ranks issue them, whoever issues them.  Ours are in the same
-order on every rank; so where they do not pair up, the program issued one of its own at another place.  Before each
-collective the ranks compare its number, its name and size, and the number of collectives that the program started on
-this group before it; and each rank remembers where in the program those came from.
+Collectives of one group are paired by the order in which ranks issue them, whoever issues them.  So each carries its
+number and what it is; where these differ, ranks were about to pair up two that do not belong together.  They are
+compared on a control plane of their own, since a program may issue one while others are elsewhere in their step.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import traceback
+import weakref
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -22,44 +22,56 @@ from lockstep.agree.control import ControlPlane
 from lockstep.agree.watch import Watch
 from lockstep.errors import Disagreement, rank_table
 
-_NUM_REMEMBERED = 8
+_NUM_REMEMBERED = 3
 _PACKAGE = str(Path(__file__).parents[1])
 
 
 class CollectiveAudit:
-    """Compares each collective of one group between its ranks, before it is started."""
+    """Numbers the collectives of one group, and compares each between its ranks."""
 
-    def __init__(self, process_group: Any, control: ControlPlane, watch: Watch) -> None:
-        self._control = control
+    def __init__(self, process_group: Any, watch: Watch) -> None:
+        self._plane = ControlPlane(process_group, "audit")
         self._watch = watch
         self._number = 0
-        self._num_foreign = 0
         self._foreign: deque[str] = deque(maxlen=_NUM_REMEMBERED)
-        torch_private.watch_collectives(process_group, self._note)
+        torch_private.watch_collectives(process_group, self._before_foreign)
 
-    def _note(self, operation: str) -> None:
-        """Remember a collective that was started on the group, unless this package is what started it."""
+    def connect(self, watch: Watch) -> None:
+        """Connect with the other ranks, which do so too; what comes from now on is told by ``watch``."""
+        self._watch = watch
+        self._plane.connect(watch)
+
+    def renew(self) -> None:
+        """Count anew, on all ranks, after an error that was handled."""
+        self._number = 0
+        self._plane.renew()
+
+    def before(self, name: str, tensor: Tensor) -> None:
+        """Compare a collective of ours; raise on all ranks if it would be paired with another."""
+        self._compare(f"{name}, {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}", "")
+
+    def _before_foreign(self, operation: str) -> None:
+        """Compare a collective that anyone starts on the group, unless this package is what started it."""
         stack = traceback.extract_stack()
         if any(frame.filename.startswith(_PACKAGE) for frame in stack[:-2]):
             return
-        self._num_foreign += 1
         frame = next((f for f in reversed(stack) if "/torch/" not in f.filename and _PACKAGE not in f.filename), None)
         where = "" if frame is None else f" at {frame.filename}:{frame.lineno} ({frame.line})"
         self._foreign.append(f"{operation}{where}")
+        self._compare(f"{operation} of the program's own", where)
 
-    def before(self, name: str, tensor: Tensor) -> None:
-        """Compare the collective that is about to start; raise on all ranks if it would be paired with another."""
+    def _compare(self, what: str, where: str) -> None:
         self._number += 1
-        what = f"{name}, {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
-        mine = f"collective {self._number} of ours: {what}; {self._num_foreign} of the program's own before it"
+        mine = f"collective {self._number}: {what}"
         digest = int.from_bytes(hashlib.blake2b(mine.encode(), digest_size=7).digest(), "big")
-        if self._control.all_equal(digest, self._watch, lambda: f"the comparison of {name}"):
+        meeting = (f"collective {self._number}", f"{what}{where}")
+        if self._plane.all_equal(digest, self._watch, lambda: f"the comparison of {mine}{where}", meeting):
             return
-        details = json.dumps({"mine": mine, "foreign": list(self._foreign)})
+        details = json.dumps({"mine": mine + where, "foreign": list(self._foreign)})
         told = self._watch.gather(f"collective {self._number}", details, 60.0)
         facts = {rank: json.loads(text) for rank, text in told.items()}
         values = {rank: str(fact["mine"]) for rank, fact in facts.items()}
-        lines = [f"  rank {rank}: {'; '.join(fact['foreign'][-3:]) or 'none'}" for rank, fact in sorted(facts.items())]
+        lines = [f"  rank {rank}: {'; '.join(fact['foreign']) or 'none'}" for rank, fact in sorted(facts.items())]
         raise Disagreement(
             "Ranks were about to pair up different collectives of one process group, which gives wrong sums without a "
             f"word:\n{rank_table(values)}\nThe program's own collectives on this group, the last ones of each rank:\n"
@@ -69,3 +81,14 @@ class CollectiveAudit:
             "(torch.distributed.new_group).",
             values,
         )
+
+
+_audits: weakref.WeakKeyDictionary[Any, CollectiveAudit] = weakref.WeakKeyDictionary()
+
+
+def audit_of(process_group: Any, watch: Watch) -> CollectiveAudit:
+    """The one audit of a process group."""
+    audit = _audits.get(process_group)
+    if audit is None:
+        audit = _audits[process_group] = CollectiveAudit(process_group, watch)
+    return audit

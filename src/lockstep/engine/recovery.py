@@ -32,6 +32,9 @@ def reset_together(step: SyncStep) -> None:
         if control is not None:
             control.renew()
             control.connect(watch)
+        if reducer.transport.audit is not None:
+            reducer.transport.audit.renew()
+            reducer.transport.audit.connect(watch)
         watch.clear_failure()
         step.num_updates = 0
         step.has_fresh_gradients = False
