@@ -118,8 +118,7 @@ def test_blocks_compiled_one_by_one_inside_a_checkpoint(use_reentrant: bool) -> 
             owner.zero_grad()
             owner(x).square().sum().backward()
         torch.testing.assert_close([p.grad for p in module.parameters()], [p.grad for p in reference.parameters()])
-        # A reentrant one runs the block again inside the backward, where no forward of ours is active.
-        assert use_reentrant or all(bucket.left_in_graph for bucket in ddp.reducer.buckets)
+        assert all(bucket.left_in_graph for bucket in ddp.reducer.buckets)
 
 
 def test_a_backward_without_a_forward_is_reduced_by_itself() -> None:

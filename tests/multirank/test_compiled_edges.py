@@ -113,8 +113,7 @@ def check_adversaries() -> None:
             backward(maker.model, critic.model, maker.mine(step))
             backward(maker.plain, critic.plain, maker.case.batch(step, DTYPE))
         maker.require_delivered(4 * (phase + 1))
-        if phase < 2:
-            critic.require_delivered(4 * (phase + 1))
+        critic.require_delivered(4 * (phase + 1))
 
 
 def check_teacher_and_student() -> None:

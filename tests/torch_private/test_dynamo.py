@@ -66,10 +66,20 @@ def test_stand_in_for_ddp_optimizer() -> None:
     activate()
     assert distributed.DDPOptimizer._asks_lockstep
     ours = distributed.DDPOptimizer
-    private.stand_in_for_ddp_optimizer(lambda *args, **kwargs: None)
+    private.stand_in_for_ddp_optimizer(lambda *args, **kwargs: None, lambda: True)
     assert distributed.DDPOptimizer is ours  # one is enough
     made = distributed.DDPOptimizer(bucket_bytes_cap=2**20, backend_compile_fn=print)
-    assert made.bucket_bytes_cap == 2**20  # torch's own, as no wrapper of ours is running
+    assert made.bucket_bytes_cap == 2**20  # torch's own, as no wrapper of ours lives
+    assert torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is None
+
+
+def test_hands_over_graphs() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if private.hands_over_graphs() else x - 1
+
+    for setting, expected in ((True, 2.0), ("ddp_optimizer", 2.0), (False, 0.0), ("python_reducer", 0.0)):
+        with torch._dynamo.config.patch(optimize_ddp=setting):
+            assert torch.compile(forward, backend="eager", fullgraph=True)(torch.ones(1)).item() == expected
 
 
 def test_leave_frame_to_python() -> None:

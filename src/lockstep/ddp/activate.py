@@ -6,15 +6,14 @@ The hook on all optimizers (``engine/step_guard.py``) is the one thing more; it 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep import torch_private
+from lockstep.ddp import dispatch
+from lockstep.ddp.dispatch import GraphDispatcher
 from lockstep.engine import module_watch
 from lockstep.engine.feeders import compiled_autograd
 from lockstep.graph.backend import lockstep_backend
-
-if TYPE_CHECKING:
-    from lockstep.graph.backend import OverlapCompiler
 
 _is_active = False
 
@@ -26,16 +25,19 @@ def activate() -> None:
         return
     module_watch.start()
     torch_private.register_backend(lockstep_backend, "lockstep")
-    torch_private.stand_in_for_ddp_optimizer(_overlap_compiler)
+    torch_private.stand_in_for_ddp_optimizer(_graph_dispatcher, dispatch.any_alive)
     compiled_autograd.start()
     _is_active = True
 
 
-def _overlap_compiler(
+def _graph_dispatcher(
     bucket_bytes_cap: int, backend_compile_fn: Callable[..., Any], first_bucket_cap: int | None = None
-) -> OverlapCompiler | None:
-    """For the wrapper that runs, if it is ours: see graph/backend.py."""
+) -> GraphDispatcher | None:
+    """For the wrapper that runs, if it is ours, or whichever the graph belongs to, if none does."""
     from lockstep.ddp.wrapper import DistributedDataParallel
 
-    ddp = DistributedDataParallel._active_ddp_module
-    return ddp._parts.compilation.compiler_for(backend_compile_fn) if isinstance(ddp, DistributedDataParallel) else None
+    active = DistributedDataParallel._active_ddp_module
+    if isinstance(active, DistributedDataParallel):
+        return GraphDispatcher(active, backend_compile_fn)
+    is_torchs = isinstance(torch_private.TorchDDP._active_ddp_module, torch_private.TorchDDP)
+    return None if is_torchs or not dispatch.any_alive() else GraphDispatcher(None, backend_compile_fn)

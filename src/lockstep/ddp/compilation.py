@@ -84,16 +84,20 @@ class Compilation:
         self._sizes_are_open = sizes_are_open
         self._first_digest = step.reducer.plan.digest
         self._link: LinkModel | None = None
-        self.has_asked = self._all_compile = False
+        self._has_asked = self._all_compile = False
         self._has_settled = False
         self.explains_when_settled = False
         self._num_graphs_seen = self._num_graphs_checked = -1
         self._num_passes_to_check = 0
 
-    @torch_private.without_compiler
-    def measure_before(self, compiler_is_watching: bool) -> None:
+    def ask_once(self, compiler_is_watching: bool) -> None:
         """Ask the others, in the first forward that will have a backward; see [Note: when the plan is chosen]."""
-        self.has_asked = True
+        if not self._has_asked:
+            self._has_asked = True
+            self._ask(compiler_is_watching)
+
+    @torch_private.without_compiler
+    def _ask(self, compiler_is_watching: bool) -> None:
         if self._peers.world == 1:
             self._all_compile = True
             self._link = LinkModel.free() if self._sizes_are_open else None
@@ -183,8 +187,8 @@ class Compilation:
         """Take the plan that suits this graph, which is cut by ``split_groups``, before the first backward."""
         if self._plan_is_given or self._step.num_windows or self._step.state is not State.IDLE:
             return
-        if not self._all_compile or self._uneven.is_on:
-            return  # others would not come to agree on it
+        if not self._all_compile or self._uneven.is_on or torch_private.in_backward():
+            return  # others would not come to agree on it, or it is too late
         if self._has_settled:
             return  # once, since a later graph may be compiled on some ranks only
         self._has_settled = True

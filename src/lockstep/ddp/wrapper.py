@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep import torch_private
 from lockstep.agree.model import wrap_failures_told
-from lockstep.ddp import setup
+from lockstep.ddp import dispatch, setup
 from lockstep.ddp.comm_hooks import check_comm_hook
 from lockstep.ddp.equal import make_ranks_equal
 from lockstep.ddp.logbook import throw
@@ -41,6 +41,8 @@ from lockstep.observe.metrics import metrics_of
 from lockstep.observe.timeline import now
 from lockstep.plan import Plan
 from lockstep.state_dict import rename_keys
+
+hands_over_graphs = torch_private.hands_over_graphs  # by name, so that a compiler finds it
 
 # What belongs to this process; a copy makes its own.
 _LIVE = ("logger", "device_mesh", "_peers", "_parts", "_wrapped", "_region")
@@ -173,6 +175,13 @@ class DistributedDataParallel(TorchNames, _Base):
         # What a compiler sees of a forward, as a function of this wrapper alone: compilers keep their graphs by code
         # object, so a shared one would hand this wrapper another one's graphs, and run out of room for them.
         self._region = torch_private.own_code(type(self)._run_ddp_forward)
+        self._serial = dispatch.enter(self)
+        # Inputs that are moved or cast on their way in are not for a graph.
+        self._can_be_inlined = (
+            self._options.mixed_precision is None
+            and not self._wrapped.placement.device_ids
+            and self._parts.delayed is None
+        )
         self._lazy_init_ran = False
         self._ddp_sink_clone = True
 
@@ -291,10 +300,13 @@ class DistributedDataParallel(TorchNames, _Base):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_exporting():
             raise RuntimeError("torch.export cannot export a data-parallel wrapper; export lockstep.unwrap(model).")
-        if not self._parts.compilation.has_asked and torch.is_grad_enabled() and not self._parts.uneven.is_on:
-            self._parts.compilation.measure_before(
-                torch.compiler.is_compiling() or torch_private.compiler_is_watching()
-            )
+        # A function that calls this is being compiled: the module becomes a part of it, see dispatch.py.
+        if torch.compiler.is_dynamo_compiling() and self._can_be_inlined and not self._parts.uneven.is_on:
+            if hands_over_graphs():
+                torch.ops.lockstep.forward_of(self._serial, torch.is_grad_enabled())
+                return self._run_ddp_forward(*inputs, **kwargs)
+        if torch.is_grad_enabled() and not self._parts.uneven.is_on:
+            self._parts.compilation.ask_once(torch.compiler.is_compiling() or torch_private.compiler_is_watching())
         with torch_private.RecordFunction("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             before = DistributedDataParallel._active_ddp_module

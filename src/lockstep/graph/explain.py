@@ -108,7 +108,7 @@ def explain_graphs(
     return Explanation(
         graphs,
         left,
-        tuple(regions_that_never_ran(module, records)),
+        tuple(regions_that_never_ran(module, records, buckets)),
         None if prediction is None else prediction.exposed_seconds,
         measured_exposed,
         str(reducer.plan),
@@ -157,12 +157,16 @@ def _why(records: Sequence[GraphRecord]) -> str:
     return "no compiled graph uses it"
 
 
-def regions_that_never_ran(module: nn.Module, records: Sequence[GraphRecord]) -> list[str]:
+def regions_that_never_ran(
+    module: nn.Module, records: Sequence[GraphRecord], buckets: Sequence[LiveBucket] = ()
+) -> list[str]:
     """Names of modules inside ``module`` that were compiled, and of which no graph is known.
 
-    One graph serves all modules of a class that have the same shapes, so a graph of the class counts.
+    One graph serves all modules of a class that have the same shapes, so a graph of the class counts; and so does one
+    that has delivered to their buckets, or said why not.
     """
     seen = {name for record in records for name in record.parameters}
+    seen |= {name for b in buckets if b.left_in_graph or b.left_because for name in b.spec.names}
     names = []
     for name, inner in module.named_modules():
         if not torch_private.is_compiled(inner):

@@ -44,6 +44,20 @@ def _fake_launch(grads: list[Tensor], parameters: list[Tensor], group: int) -> T
     return torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
 
 
+# A mark that is taken out of the graph again, see ddp/dispatch.py.
+_library.define("forward_of(int serial, bool is_training) -> ()")
+
+
+@torch.library.impl(_library, "forward_of", "CompositeExplicitAutograd")
+def _forward_of(serial: int, is_training: bool) -> None:
+    raise RuntimeError("A compiled graph calls a wrapper's forward, but was not compiled by Lockstep.")
+
+
+@torch.library.register_fake("lockstep::forward_of", lib=_library)
+def _fake_forward_of(serial: int, is_training: bool) -> None:
+    return None
+
+
 # Of compiled autograd, see engine/feeders/compiled_autograd.py.  Two only tell something; they return an empty tensor,
 # which the next one takes: what has no result is dropped from a graph, and what shares no argument may be reordered.
 _library.define("output_reached(Tensor parameter) -> Tensor", tags=_TAGS)

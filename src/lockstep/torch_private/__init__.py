@@ -82,6 +82,7 @@ _NAMES_BY_PART = {
         "compiler_is_off",
         "compiler_is_watching",
         "frame_without_compiler",
+        "hands_over_graphs",
         "has_compiled_code",
         "in_compiled_backward",
         "is_compiled",

@@ -15,6 +15,7 @@ __all__ = [
     "compiler_is_off",
     "compiler_is_watching",
     "frame_without_compiler",
+    "hands_over_graphs",
     "has_compiled_code",
     "in_compiled_backward",
     "is_compiled",
@@ -107,11 +108,23 @@ def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-def stand_in_for_ddp_optimizer(make: Callable[..., Any | None]) -> None:
-    """Ask ``make`` first, whenever dynamo wants an optimizer for the wrapper that is running.
+def hands_over_graphs() -> bool:
+    """Whether dynamo asks for a DDPOptimizer, as its setting says; traced by the compiler, which guards on it."""
+    return torch._dynamo.config.optimize_ddp is True or torch._dynamo.config.optimize_ddp == "ddp_optimizer"
+
+
+class _NoWrapper:
+    """What dynamo is told is running where no wrapper is."""
+
+    bucket_bytes_cap = 25 * 1024 * 1024
+
+
+def stand_in_for_ddp_optimizer(make: Callable[..., Any | None], is_wanted: Callable[[], bool]) -> None:
+    """Ask ``make`` first, whenever dynamo wants an optimizer for the wrapper that is running; and while none is, too.
 
     Dynamo hands the user's backend to its DDPOptimizer while a wrapper runs; there is no registry for others.  Where
     ``make`` returns None (the wrapper is not ours), and for those who build one themselves, torch's own is made.
+    ``is_wanted`` says whether dynamo should ask although none runs.
     """
     from torch._dynamo.backends import distributed
 
@@ -127,6 +140,13 @@ def stand_in_for_ddp_optimizer(make: Callable[..., Any | None]) -> None:
             return object.__new__(cls) if made is None else made
 
     distributed.DDPOptimizer = DDPOptimizer  # type: ignore[misc]
+    wrapper: Any = torch.nn.parallel.DistributedDataParallel
+    no_wrapper = _NoWrapper()
+
+    def _get_active_ddp_module(cls: Any) -> Any:
+        return cls._active_ddp_module or (no_wrapper if is_wanted() else None)
+
+    wrapper._get_active_ddp_module = classmethod(_get_active_ddp_module)
 
 
 def at_end_of_compiled_backward(function: Callable[[], None]) -> None:

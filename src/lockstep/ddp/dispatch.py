@@ -1,0 +1,106 @@
+"""Which wrapper a graph belongs to: the stand-in for dynamo's DDPOptimizer, as long as any wrapper of ours lives.
+
+Dynamo asks for one per frame that it compiles.  Mostly that is a frame inside a wrapper's forward, whose graphs belong
+to that wrapper.  Elsewhere it is found by the parameters among the graph's inputs: a block that a checkpoint compiles
+anew inside the backward, or a function that calls the wrapper.
+
+[Note: inlined]  Where a compiled function calls the wrapper, the wrapped module becomes a part of that function's
+graph.  What the wrapper does before and after its forward (buffers, checks, hooks on outputs) is not for a graph; so
+the forward leaves a mark in it, and the graph runs between those two.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from lockstep import torch_private
+from lockstep.engine.registry import slot_of
+
+if TYPE_CHECKING:
+    from lockstep.ddp.wrapper import DistributedDataParallel
+
+_serials = count()
+_wrappers: weakref.WeakValueDictionary[int, DistributedDataParallel] = weakref.WeakValueDictionary()
+
+
+def enter(wrapper: DistributedDataParallel) -> int:
+    """Make a wrapper known; returns the number by which graphs name it."""
+    serial = next(_serials)
+    _wrappers[serial] = wrapper
+    return serial
+
+
+def any_alive() -> bool:
+    """Whether there is a wrapper that a graph could belong to."""
+    return bool(_wrappers)
+
+
+class GraphDispatcher:
+    """Compiles a graph for the wrapper that it belongs to, with what the user's backend is."""
+
+    def __init__(self, active: DistributedDataParallel | None, backend: Callable[..., Any]) -> None:
+        self._active = active
+        self._backend = backend
+
+    def compile_fn(self, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        """What dynamo calls with each graph of the frame."""
+        inlined = _take_marks(gm)
+        for wrapper, is_training in inlined.items():
+            wrapper._parts.compilation.ask_once(is_training)
+        owner = self._active or _owner_of(inputs)
+        if owner is None:
+            compiled = self._backend(gm, inputs, **options)
+        else:
+            compiled = owner._parts.compilation.compiler_for(self._backend).compile_fn(gm, inputs, **options)
+        return Inlined(compiled, inlined) if inlined else compiled
+
+
+class Inlined:
+    """A graph with the forward of a wrapper in it; see [Note: inlined]."""
+
+    def __init__(self, compiled: Callable[..., Any], wrappers: dict[DistributedDataParallel, bool]) -> None:
+        self._compiled = compiled
+        self._wrappers = [(weakref.ref(wrapper), is_training) for wrapper, is_training in wrappers.items()]
+
+    @torch_private.leave_to_python
+    def __call__(self, *args: Any) -> Any:
+        alive = [(w, is_training) for r, is_training in self._wrappers if (w := r()) is not None]
+        for wrapper, is_training in alive:
+            with torch.set_grad_enabled(is_training):
+                wrapper._pre_forward()
+        outputs = self._compiled(*args)
+        for wrapper, is_training in alive:
+            with torch.set_grad_enabled(is_training):
+                wrapper._post_forward(outputs)
+        return outputs
+
+
+def _take_marks(gm: fx.GraphModule) -> dict[DistributedDataParallel, bool]:
+    """Take the marks out of a graph: the wrappers that were inlined, and whether gradients are wanted there."""
+    found: dict[DistributedDataParallel, bool] = {}
+    marks = gm.graph.find_nodes(op="call_function", target=torch.ops.lockstep.forward_of)
+    marks += gm.graph.find_nodes(op="call_function", target=torch.ops.lockstep.forward_of.default)
+    for mark in marks:
+        serial, is_training = mark.args
+        wrapper = _wrappers.get(serial)
+        if wrapper is not None:
+            found[wrapper] = found.get(wrapper, False) or is_training
+        gm.graph.erase_node(mark)
+    if marks:
+        gm.recompile()
+    return found
+
+
+def _owner_of(inputs: Sequence[Any]) -> DistributedDataParallel | None:
+    """The wrapper that most of a graph's parameters belong to."""
+    steps = Counter(found[0] for value in inputs if isinstance(value, Tensor) and (found := slot_of(value)) is not None)
+    for step, _ in steps.most_common(1):
+        return next((wrapper for wrapper in list(_wrappers.values()) if wrapper.step is step), None)
+    return None
