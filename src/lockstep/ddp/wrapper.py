@@ -301,10 +301,9 @@ class DistributedDataParallel(TorchNames, _Base):
         if torch.compiler.is_exporting():
             raise RuntimeError("torch.export cannot export a data-parallel wrapper; export lockstep.unwrap(model).")
         # A function that calls this is being compiled: the module becomes a part of it, see dispatch.py.
-        if torch.compiler.is_dynamo_compiling() and self._can_be_inlined and not self._parts.uneven.is_on:
-            if hands_over_graphs():
-                torch.ops.lockstep.forward_of(self._serial, torch.is_grad_enabled())
-                return self._run_ddp_forward(*inputs, **kwargs)
+        if torch.compiler.is_dynamo_compiling() and self._is_inlined():
+            torch.ops.lockstep.forward_of(self._serial, torch.is_grad_enabled())
+            return self._run_ddp_forward(*inputs, **kwargs)
         if torch.is_grad_enabled() and not self._parts.uneven.is_on:
             self._parts.compilation.ask_once(torch.compiler.is_compiling() or torch_private.compiler_is_watching())
         with torch_private.RecordFunction("DistributedDataParallel.forward"):
@@ -321,6 +320,10 @@ class DistributedDataParallel(TorchNames, _Base):
                 DistributedDataParallel._active_ddp_module = before
                 torch_private.TorchDDP._active_ddp_module = before_torch
             return self._post_forward(output)
+
+    def _is_inlined(self) -> bool:
+        """Whether a compiler that traces this may put the module into its graph."""
+        return self._can_be_inlined and not self._parts.uneven.is_on and hands_over_graphs()
 
     @torch_private.without_compiler
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:

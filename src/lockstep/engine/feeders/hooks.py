@@ -66,6 +66,8 @@ class HookFeeder:
         if torch.compiler.is_dynamo_compiling():
             compiled_autograd.capture(self._step, parameter)
             return
+        if slot.is_taken and parameter.grad is None:
+            return  # a graph delivered it, and autograd had nothing to add
         if self._step.memory_is_shared and not registry.is_for(self._step, slot):
             return
         if len(torch_private.hooks_after(parameter)) > 1 and not torch_private.move_hook_to_end(
