@@ -42,6 +42,15 @@ def any_alive() -> bool:
     return bool(_wrappers)
 
 
+def are_on(inputs: Any, device: torch.device) -> bool:
+    """Whether all tensors among the inputs of a forward are on ``device`` already."""
+    if isinstance(inputs, Tensor):
+        return inputs.device == device
+    if isinstance(inputs, dict):
+        return all(are_on(value, device) for value in inputs.values())
+    return not isinstance(inputs, (list, tuple)) or all(are_on(value, device) for value in inputs)
+
+
 class GraphDispatcher:
     """Compiles a graph for the wrapper that it belongs to, with what the user's backend is."""
 

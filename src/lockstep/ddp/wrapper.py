@@ -176,12 +176,10 @@ class DistributedDataParallel(TorchNames, _Base):
         # object, so a shared one would hand this wrapper another one's graphs, and run out of room for them.
         self._region = torch_private.own_code(type(self)._run_ddp_forward)
         self._serial = dispatch.enter(self)
-        # Inputs that are moved or cast on their way in are not for a graph.
-        self._can_be_inlined = (
-            self._options.mixed_precision is None
-            and not self._wrapped.placement.device_ids
-            and self._parts.delayed is None
-        )
+        # Inputs that are cast on their way in are not for a graph.
+        self._can_be_inlined = self._options.mixed_precision is None and self._parts.delayed is None
+        device_ids = self._wrapped.placement.device_ids
+        self._input_device = torch.device(self.device_type, device_ids[0]) if device_ids else None
         self._lazy_init_ran = False
         self._ddp_sink_clone = True
 
@@ -301,7 +299,7 @@ class DistributedDataParallel(TorchNames, _Base):
         if torch.compiler.is_exporting():
             raise RuntimeError("torch.export cannot export a data-parallel wrapper; export lockstep.unwrap(model).")
         # A function that calls this is being compiled: the module becomes a part of it, see dispatch.py.
-        if torch.compiler.is_dynamo_compiling() and self._is_inlined():
+        if torch.compiler.is_dynamo_compiling() and self._is_inlined(inputs, kwargs):
             torch.ops.lockstep.forward_of(self._serial, torch.is_grad_enabled())
             return self._run_ddp_forward(*inputs, **kwargs)
         if torch.is_grad_enabled() and not self._parts.uneven.is_on:
@@ -321,9 +319,11 @@ class DistributedDataParallel(TorchNames, _Base):
                 torch_private.TorchDDP._active_ddp_module = before_torch
             return self._post_forward(output)
 
-    def _is_inlined(self) -> bool:
+    def _is_inlined(self, inputs: Any, kwargs: Any) -> bool:
         """Whether a compiler that traces this may put the module into its graph."""
-        return self._can_be_inlined and not self._parts.uneven.is_on and hands_over_graphs()
+        if not self._can_be_inlined or self._parts.uneven.is_on or not hands_over_graphs():
+            return False
+        return self._input_device is None or dispatch.are_on((inputs, kwargs), self._input_device)
 
     @torch_private.without_compiler
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -347,10 +347,9 @@ class DistributedDataParallel(TorchNames, _Base):
         if self._parts.buffers.will_sync_before:
             self._sync_buffers()
         self._parts.uneven.decide(self.require_backward_grad_sync)
-        if self._wrapped.placement.device_ids:
-            device = torch.device(self._wrapped.placement.device_type, self._wrapped.placement.device_ids[0])
+        if self._input_device is not None:
             moved, moved_kwargs = torch_private.inputs_to_device(
-                inputs, kwargs, device, self.use_side_stream_for_tensor_copies
+                inputs, kwargs, self._input_device, self.use_side_stream_for_tensor_copies
             )
             inputs, kwargs = moved[0], moved_kwargs[0]
         return self._parts.precision.begin_forward(inputs, kwargs)
