@@ -52,8 +52,18 @@ class GradMemory:
         self.reduce_dtype = reduce_dtype
         # Another wrapper looks after some of these parameters too: it must find in .grad what autograd put there.
         self.is_shared = False
-        # A communication hook's futures hold on to buffers on a GPU; so the buffer is kept there too, and used again.
         self.keeps_buffers = False
+
+    def serve_hook(self, device: torch.device) -> None:
+        """A communication hook will be given the buffers: on a GPU they are kept, and never become ``.grad``.
+
+        What it starts holds on to its buffer until the device is done and someone has looked, which is later than the
+        next step; so a buffer that waited to be free would be made anew in every step.
+        """
+        if device.type != "cpu":
+            self.keeps_buffers = True
+            if self.ownership is GradOwnership.ALIAS:
+                self.ownership = GradOwnership.OWN
 
     # ---------------------------------------------------------------- into the buffer, one by one
 
@@ -315,7 +325,7 @@ class GradMemory:
                 spare is None
                 or spare.dtype is not dtype
                 or spare.device != device
-                or torch_private.memory_owners(spare) > 1
+                or (not self.keeps_buffers and torch_private.memory_owners(spare) > 1)
             ):
                 spare = bucket.spare = torch.empty(bucket.spec.num_elements, dtype=dtype, device=device)
             return spare

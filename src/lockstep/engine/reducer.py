@@ -70,7 +70,8 @@ class Reducer:
                 f"{self.exchange.name}; write one hook that does both, or build a new wrapper."
             )
         self.exchange = HookExchange(self.transport, state, hook, name)
-        self.memory.keeps_buffers = True
+        if self.slots:
+            self.memory.serve_hook(self.slots[0].parameter.device)
 
     def scale_of(self, bucket: LiveBucket) -> float:
         """What this bucket's gradients are multiplied with on their way into its buffer."""
