@@ -49,12 +49,11 @@ def test_host_group() -> None:
     assert (group.rank(), group.size()) == (0, 1)
 
 
-def test_host_all_reduce() -> None:
+def test_host_all_gather() -> None:
     group = private.host_group("probe", 0, 1, timedelta(seconds=5))
-    for op in ("or", "sum"):
-        numbers = torch.tensor([1, 6])
-        private.host_all_reduce(group, numbers, op).wait()
-        assert numbers.tolist() == [1, 6]
+    everyones = torch.zeros(2, dtype=torch.int64)
+    private.host_all_gather(group, torch.tensor([1, 6]), everyones).wait()
+    assert everyones.tolist() == [1, 6]
 
 
 def test_watch_collectives() -> None:

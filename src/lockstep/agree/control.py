@@ -1,4 +1,4 @@
-"""The control plane: a few numbers that all ranks of a group unite, beside the gradients.
+"""The control plane: a few numbers that all ranks of a group tell each other, beside the gradients.
 
 It is a gloo group of its own, whatever carries the gradients: so it is never paired with a collective of anyone else,
 and on a GPU no queue is stopped to read the answer.  It is connected where all ranks pass at the same time: when a
@@ -23,21 +23,25 @@ _WORD_BITS = 62
 
 
 class Answer:
-    """Numbers that are being united."""
+    """Numbers that are on their way."""
 
-    def __init__(self, numbers: torch.Tensor, work: Any, watch: Watch) -> None:
-        self._numbers = numbers
+    def __init__(self, everyones: torch.Tensor, work: Any, watch: Watch) -> None:
+        self._everyones = everyones
         self._work = work
         self._watch = watch
 
-    def wait(self, moment: Callable[[], str], *, meeting: tuple[str, str] | None = None) -> list[int]:
-        """What all ranks gave together."""
+    def wait(self, moment: Callable[[], str], *, meeting: tuple[str, str] | None = None) -> list[list[int]]:
+        """What each rank gave."""
         self._watch.wait_work(self._work, moment, meeting=meeting)
-        return self._numbers.tolist()
+        return self._everyones.tolist()
 
 
 class ControlPlane:
-    """The ranks of one process group, able to unite small numbers."""
+    """The ranks of one process group, able to tell each other a few numbers.
+
+    All messages have the same length, the longest that anyone has reserved: so ranks that are at different places in
+    their program still understand each other, and can say so.
+    """
 
     def __init__(self, process_group: Any, name: str = "control") -> None:
         self._rank, self._world = process_group.rank(), process_group.size()
@@ -46,19 +50,16 @@ class ControlPlane:
         self._timeout = torch_private.group_timeout(process_group)
         self._group: Any = None
         self._num_renewals = 0
+        self._length = 1
 
     def renew(self) -> None:
         """Begin anew, on all ranks: what was under way before is paired with nothing that comes."""
         self._num_renewals += 1
         self._group = None
 
-    def start_or(self, numbers: Sequence[int], watch: Watch) -> Answer:
-        """Start uniting the bits of each number over all ranks; all ranks give equally many."""
-        return self._start(numbers, "or", watch)
-
-    def start_sum(self, numbers: Sequence[int], watch: Watch) -> Answer:
-        """Start adding each number up over all ranks."""
-        return self._start(numbers, "sum", watch)
+    def reserve(self, length: int) -> None:
+        """Let messages be this long from now on, if they are not longer already; on all ranks at the same time."""
+        self._length = max(self._length, length)
 
     def connect(self, watch: Watch) -> None:
         """Connect with the other ranks, which do so too."""
@@ -68,14 +69,14 @@ class ControlPlane:
             connecting = start_thread(lambda: torch_private.host_group(prefix, self._rank, self._world, self._timeout))
             self._group = watch.wait_future(connecting, lambda: "the connection of the control plane")
 
-    def _start(self, numbers: Sequence[int], op: str, watch: Watch) -> Answer:
+    def start(self, numbers: Sequence[int], watch: Watch) -> Answer:
+        """Start telling all ranks these numbers, and hearing theirs."""
         self.connect(watch)
-        values = torch.tensor(numbers, dtype=torch.int64)
-        return Answer(values, torch_private.host_all_reduce(self._group, values, op), watch)
-
-    def all_equal(self, number: int, watch: Watch, moment: Callable[[], str], meeting: tuple[str, str]) -> bool:
-        """Whether all ranks gave the same number."""
-        return self.start_or([number, ~number], watch).wait(moment, meeting=meeting) == [number, ~number]
+        mine = torch.zeros(self._length, dtype=torch.int64)
+        mine[: len(numbers)] = torch.tensor(numbers)
+        everyones = torch.empty(self._world * self._length, dtype=torch.int64)
+        work = torch_private.host_all_gather(self._group, mine, everyones)
+        return Answer(everyones.view(self._world, self._length), work, watch)
 
 
 def start_thread(function: Callable[[], Any]) -> torch.futures.Future[Any]:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from lockstep.agree.watch import Watch
 from lockstep.errors import Disagreement, rank_table
 
-_DIGEST_BYTES = 7  # fits a signed 64-bit number, also when its bits are turned
+_DIGEST_BYTES = 7  # fits a signed 64-bit number
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,9 @@ class Stamp:
     resets: int
 
     def digest(self) -> int:
+        """A positive number that stands for all of it."""
         text = repr(tuple(getattr(self, field.name) for field in fields(self)))
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest(), "big")
+        return 1 + int.from_bytes(hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest(), "big")
 
 
 # Field, what a message calls it, and the likely reason for a difference.

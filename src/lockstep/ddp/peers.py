@@ -81,10 +81,9 @@ class Peers:
         """Go on with another group, and take ``step`` along."""
         self._meet(group, "wrappers")
         step.reducer.use_transport(self.transport())
-        step.closing.union.control = self.control
         step.lane.leave(step)
         step.lane = self.lane
         step.lane.enter(step)
-        step.closing.union.name = self.name
+        step.closing.union.move(self.control, self.name)
         # Members of the new group may come from groups that have reduced more or less often.
         step.num_windows = step.num_updates = step.num_resets = 0

@@ -65,7 +65,9 @@ class CollectiveAudit:
         mine = f"collective {self._number}: {what}"
         digest = int.from_bytes(hashlib.blake2b(mine.encode(), digest_size=7).digest(), "big")
         meeting = (f"collective {self._number}", f"{what}{where}")
-        if self._plane.all_equal(digest, self._watch, lambda: f"the comparison of {mine}{where}", meeting):
+        answer = self._plane.start([digest], self._watch)
+        everyones = answer.wait(lambda: f"the comparison of {mine}{where}", meeting=meeting)
+        if all(numbers == [digest] for numbers in everyones):
             return
         details = json.dumps({"mine": mine + where, "foreign": list(self._foreign)})
         told = self._watch.gather(f"collective {self._number}", details, 60.0)

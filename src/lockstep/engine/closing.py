@@ -37,20 +37,19 @@ class Closing:
     def _unite(self) -> int:
         """Compare stamps; returns what any rank has: remainders by bucket, or parameters reached, as a set of bits."""
         reducer = self._step.reducer
-        bits, num_bits = self._own_bits()
+        bits = self._own_bits()
         used = self.local_used_counts() if self._asks_for_used() else None
         if self.union.control is None:
             return self._unite_alone(bits, used)
         reducer.land_unordered()
-        bits, counts = self.union.unite(reducer.transport, self._stamp, bits, num_bits, used, self._moment)
+        bits, counts = self.union.unite(reducer.transport, self._stamp, bits, used, self._moment)
         self.used_counts = self.used_counts if counts is None else counts
         return bits
 
-    def _own_bits(self) -> tuple[int, int]:
-        reducer = self._step.reducer
+    def _own_bits(self) -> int:
         if self._step.kind is Kind.FOLLOW_UP:
-            return _bits(slot.position for slot in reducer.slots if slot.ready), len(reducer.slots)
-        return _bits(bucket.index for bucket in self._step.intake.remainders), len(reducer.buckets)
+            return _bits(slot.position for slot in self._step.reducer.slots if slot.ready)
+        return _bits(bucket.index for bucket in self._step.intake.remainders)
 
     def _unite_alone(self, bits: int, used: list[int] | None) -> int:
         """In a world of one, or where ranks have no way to tell each other anything but gradients."""
@@ -201,7 +200,7 @@ class Closing:
         remaining: list[LiveBucket] = []
         if self.union.control is not None:
             num_used = len(reducer.slots) if self._asks_for_used() else 0
-            bits, counts = self.union.mirror(reducer.transport, len(reducer.buckets), num_used, self._moment)
+            bits, counts = self.union.mirror(reducer.transport, num_used, self._moment)
             self.used_counts = self.used_counts if counts is None else counts
             remaining = self._remaining(bits)
         is_used = self._is_used()

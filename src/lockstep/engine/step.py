@@ -107,6 +107,7 @@ class SyncStep:
         """The reducer has a new plan: count anew."""
         self._parameters = [slot.parameter for slot in self.reducer.slots]
         self.casts = Casts(self.reducer.slots)
+        self.closing.union.reserve(len(self.reducer.slots))
         self.static.forget()
 
     def _forget_window(self) -> None:

@@ -1,13 +1,15 @@
 """What ranks tell each other at the end of a window: their stamps, what each of them has that others must know of.
 
-stamps       compared; a difference is one error on all ranks
-bits         united: buckets with a remainder, or parameters that a backward without a forward has reached
-used counts  added up: on how many ranks each parameter was used, where unused ones are searched for
+stamp     compared; a difference is one error on all ranks
+bits      united: buckets with a remainder, or parameters that a backward without a forward has reached
+used      counted: on how many ranks each parameter was used, where unused ones are searched for
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import or_
 from typing import Literal
 
 import torch
@@ -19,6 +21,8 @@ from lockstep.engine.transport import Transport
 
 Check = Literal["step", "collective", "off"]
 _STAMP_SECONDS = 60.0
+# In the place of a stamp: of a rank that has run out of data, and of one that does not compare.
+_JOINED, _UNCHECKED = 0, -1
 
 
 class Union:
@@ -28,38 +32,57 @@ class Union:
         self.control = control
         self.name = name  # of the model, the same on all ranks
         self.check: Check = check
+        self._num_bits = 1
+
+    def reserve(self, num_bits: int) -> None:
+        """Make room for sets of this size."""
+        self._num_bits = max(1, num_bits)
+        if self.control is not None:
+            self.control.reserve(1 + 2 * len(to_words(0, self._num_bits)))
+
+    def move(self, control: ControlPlane | None, name: str) -> None:
+        """Go on with another group."""
+        self.control, self.name = control, name
+        self.reserve(self._num_bits)
 
     def unite(
         self,
         transport: Transport,
         stamp: Callable[[], Stamp],
         bits: int,
-        num_bits: int,
-        used: list[int] | None,
+        used: Sequence[int] | None,
         moment: Callable[[], str],
     ) -> tuple[int, list[int] | None]:
         """Compare stamps; returns the bits that any rank has, and how many ranks used each parameter."""
-        assert self.control is not None
-        watch = transport.watch
         mine = stamp() if self.check != "off" else None
-        digest = mine.digest() if mine is not None else 0
-        answer = self.control.start_or([digest, ~digest, *to_words(bits, num_bits)], watch)
-        counts = None if used is None else self.control.start_sum(used, watch)
-        told = answer.wait(moment)
-        if told[0] != digest or told[1] != ~digest:
+        digest = mine.digest() if mine is not None else _UNCHECKED
+        digests, united, counts = self._tell(transport, digest, bits, used, moment)
+        if digests - {digest, _JOINED}:
             if mine is None:
                 raise errors.Disagreement("Ranks were wrapped with different values of check=.")
-            raise disagreement(watch, f"{mine.window} {mine.resets}", mine, _STAMP_SECONDS)
-        return from_words(told[2:]), None if counts is None else counts.wait(moment)
+            raise disagreement(transport.watch, f"{mine.window} {mine.resets}", mine, _STAMP_SECONDS)
+        return united, counts
 
-    def mirror(
-        self, transport: Transport, num_bits: int, num_used: int, moment: Callable[[], str]
-    ) -> tuple[int, list[int] | None]:
+    def mirror(self, transport: Transport, num_used: int, moment: Callable[[], str]) -> tuple[int, list[int] | None]:
         """Take part without a word of one's own: a rank that has run out of data (join)."""
+        _, united, counts = self._tell(transport, _JOINED, 0, [0] * num_used or None, moment)
+        return united, counts
+
+    def _tell(
+        self, transport: Transport, digest: int, bits: int, used: Sequence[int] | None, moment: Callable[[], str]
+    ) -> tuple[set[int], int, list[int] | None]:
         assert self.control is not None
-        answer = self.control.start_or([0, 0, *to_words(0, num_bits)], transport.watch)
-        counts = self.control.start_sum([0] * num_used, transport.watch) if num_used else None
-        return from_words(answer.wait(moment)[2:]), None if counts is None else counts.wait(moment)
+        words = to_words(bits, self._num_bits)
+        used_bits = sum(1 << position for position, is_used in enumerate(used or ()) if is_used)
+        message = [digest, *words, *to_words(used_bits, self._num_bits)]
+        everyones = self.control.start(message, transport.watch).wait(moment)
+        middle, end = 1 + len(words), len(message)
+        united = reduce(or_, (from_words(numbers[1:middle]) for numbers in everyones))
+        counts = None
+        if used is not None:
+            sets = [from_words(numbers[middle:end]) for numbers in everyones]
+            counts = [sum(one >> position & 1 for one in sets) for position in range(len(used))]
+        return {numbers[0] for numbers in everyones}, united, counts
 
     @staticmethod
     def count_used(transport: Transport, used: list[int], device: torch.device) -> list[int]:

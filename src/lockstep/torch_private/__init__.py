@@ -61,7 +61,7 @@ _NAMES_BY_PART = {
         "default_store",
         "group_timeout",
         "has_host_groups",
-        "host_all_reduce",
+        "host_all_gather",
         "host_group",
         "rank_not_in_group",
         "watch_collectives",

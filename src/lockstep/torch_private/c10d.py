@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed.distributed_c10d import (
     AllreduceOptions,
     _get_default_group,
@@ -21,7 +22,7 @@ __all__ = [
     "default_store",
     "group_timeout",
     "has_host_groups",
-    "host_all_reduce",
+    "host_all_gather",
     "host_group",
     "rank_not_in_group",
     "watch_collectives",
@@ -81,15 +82,13 @@ def host_group(prefix: str, rank: int, world: int, timeout: Any) -> Any:
     return dist.ProcessGroupGloo(store, rank, world, timeout)
 
 
-def host_all_reduce(group: Any, numbers: torch.Tensor, op: str) -> Any:
-    """Start uniting the bits of numbers, or adding them up, in place; returns the work."""
-    options = _options.get(op)
+def host_all_gather(group: Any, numbers: torch.Tensor, everyones: torch.Tensor) -> Any:
+    """Start gathering numbers of all ranks, one after the other, in ``everyones``; returns the work."""
+    options = _options.get("gather")
     if options is None:
-        options = AllreduceOptions()
-        options.reduceOp = {"or": dist.ReduceOp.BOR, "sum": dist.ReduceOp.SUM}[op]  # type: ignore[assignment]
+        options = _options["gather"] = AllgatherOptions()
         options.asyncOp = True
-        _options[op] = options
-    return group.allreduce([numbers], options)
+    return group._allgather_base(everyones, numbers, options)
 
 
 _COLLECTIVES = (
