@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -346,10 +347,50 @@ def before(wrappers: list[str], quick: bool) -> dict[str, Any]:
     return results
 
 
+def shard(wrappers: list[str], quick: bool) -> dict[str, Any]:
+    """Sharded training next to FSDP2: gradients, step, peak memory."""
+    from gpu_shard import SUBJECTS
+
+    one = {"num_ranks": 1, "backend": BACKEND, "time_limit": 280}
+    two = {"num_ranks": 2, "backend": "gloo", "time_limit": 280}
+    jobs: dict[Any, Callable[[], Any]] = {}
+    for world, where in (("world 1", one), ("world 2, gloo", two)):
+        for compiled in (False, True):
+            for low in (False, True):
+                key = f"gradients, {world}, {'compiled' if compiled else 'eager'}, {'bf16' if low else 'fp32'}"
+                options = {"compiled": compiled, "low": low}
+                jobs[key] = lambda o=options, w=where: run_ranks("gpu_shard:gradients", o, **w)[0]
+    for name in SUBJECTS:
+        jobs[f"memory, {name}"] = lambda n=name: run_ranks("gpu_shard:peak_memory", {"name": n}, **one)[0]
+    found: dict[str, Any] = {}
+    for key, value in _side_by_side({key: partial(_or_error, job) for key, job in jobs.items()}).items():
+        found[key] = value
+    rows = [[key, str(value)] for key, value in found.items()]
+    print_table("sharded: largest relative error of a gradient, and peak bytes", ["", ""], rows, "")
+    options = {"num_rounds": 4 if quick else 12, "num_steps": 4}
+    timed = run_ranks("gpu_shard:step_times", options, **one)[0]
+    ratios = summarise(timed["times"], "FSDP2 eager") if "FSDP2 eager" in timed["times"] else {}
+    rows = [
+        [name, f"{1000 * entry['seconds']['median']:.2f} ms", spread_of(entry["ratio"]).text()]
+        for name, entry in ratios.items()
+    ]
+    rows += [[name, "failed", why] for name, why in timed["failed"].items()]
+    print_table("sharded: step", ["subject", "step", "over FSDP2 eager"], rows, "bf16 gathers, fp32 reduction")
+    return {"found": found, "step": ratios, **timed}
+
+
+def _or_error(job: Callable[[], Any]) -> Any:
+    try:
+        return job()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[-600:]}"
+
+
 PARTS: dict[str, Callable[[list[str], bool], dict[str, Any]]] = {
     "correctness": correctness,
     "step_time": step_time,
     "peak_memory": peak_memory,
+    "shard": shard,
     "hooks_per_parameter": hooks_per_parameter,
     "compiled_gradients": compiled_gradients,
     "compiled_step": compiled_step,
