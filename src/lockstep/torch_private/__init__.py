@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lockstep.torch_private.graphs import *
     from lockstep.torch_private.inductor import *
     from lockstep.torch_private.profiler import *
+    from lockstep.torch_private.shards import *
     from lockstep.torch_private.tensors import *
 
 _NAMES_BY_PART = {
@@ -125,6 +126,14 @@ _NAMES_BY_PART = {
         "inductor_setting",
     ),
     "profiler": ("RecordFunction",),
+    "shards": (
+        "dtensor_around",
+        "joined_mesh",
+        "local_of",
+        "set_local",
+        "spec_of",
+        "strided_shard",
+    ),
     "tensors": (
         "alias",
         "dtensor_like",
