@@ -1,0 +1,209 @@
+"""The memory of parameters of one dtype: the shard of this rank as one buffer, and the whole, which comes and goes.
+
+All shards of a unit lie in one buffer, ``home``, as they travel; so gathering begins without packing.  Whoever gives a
+shard other memory (``.data = ``, a load that assigns) is followed before the next gathering.
+
+The whole parameters lie in one buffer, too, whose storage is emptied and filled again.  They are not views of it to
+autograd, so filling it is not a change that a recorded graph would complain of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep import torch_private
+from lockstep.engine.flight import Flight, Moment
+from lockstep.engine.transport import Transport
+from lockstep.shard.layout import FlatLayout, flat_layouts
+from lockstep.shard.parameter import ShardedParameter
+
+
+class FlatStore:
+    """Parameters of one dtype of a unit, on this rank."""
+
+    def __init__(
+        self, parameters: Sequence[ShardedParameter], device: torch.device, dtype: torch.dtype | None, *, pins: bool
+    ) -> None:
+        self.parameters = list(parameters)
+        self.device = device  # where the whole is computed with; shards may be elsewhere (offloading)
+        self._pins = pins
+        mesh = parameters[0].mesh
+        self.rank, self.world = mesh.rank, mesh.world
+        (self.layout,) = flat_layouts([p.spec for p in parameters], mesh.world)
+        own = parameters[0].sharded.dtype
+        self.dtype = own if dtype is None or not own.is_floating_point else dtype
+        self.home: Tensor | None = None
+        self._buffer: Tensor | None = None
+        self._gathered: Tensor | None = None
+        self._flight: Flight | Any = None
+        if not any(p.local.is_meta for p in parameters):
+            self.settle()
+
+    # ---------------------------------------------------------------- the shard
+
+    @property
+    def is_laid_out_for_them(self) -> bool:
+        """Whether the parameters still have the dtype that this was made for."""
+        return {str(p.sharded.dtype).removeprefix("torch.") for p in self.parameters} == {self.layout.dtype}
+
+    def name_anew(self) -> None:
+        """Take up the names that parameters have from the root."""
+        (self.layout,) = flat_layouts([p.spec for p in self.parameters], self.world)
+
+    def settle(self) -> None:
+        """Let all shards lie in one buffer."""
+        local = self.parameters[0].local
+        device = local.device
+        with torch.no_grad():
+            home = torch.zeros(self.layout.shard_elements, dtype=local.dtype, device=device)
+            if self._pins and device.type == "cpu":
+                home = home.pin_memory()
+            for parameter, cut in zip(self.parameters, self.layout.cuts, strict=True):
+                place = torch_private.alias(home, *cut.shard(self.rank))
+                place.copy_(parameter.local)
+                torch_private.set_local(parameter.sharded, place)
+        self.home = home
+        item, start = home.element_size(), home.data_ptr()
+        self._addresses = [
+            start + cut.offset * item if parameter.local.numel() else None
+            for parameter, cut in zip(self.parameters, self.layout.cuts, strict=True)
+        ]
+        self._forget_whole_of_other_memory()
+
+    def _forget_whole_of_other_memory(self) -> None:
+        if self._buffer is not None and self.is_alias:
+            for parameter in self.parameters:
+                assert parameter.full is not None
+                parameter.full.data = parameter.local
+            self._buffer = self.home
+
+    def follow(self) -> None:
+        """Settle again if the program gave a shard other memory."""
+        if self.home is None:
+            self.settle()
+            return
+        for parameter, address in zip(self.parameters, self._addresses, strict=True):
+            if address is not None and parameter.local.data_ptr() != address:
+                self.settle()
+                return
+
+    @property
+    def versions(self) -> list[int]:
+        """Changes whenever a shard is written to."""
+        return [parameter.local._version for parameter in self.parameters]
+
+    # ---------------------------------------------------------------- the whole
+
+    @property
+    def is_alias(self) -> bool:
+        """Whether the whole is the shard itself: a world of one that casts and moves nothing."""
+        home = self.home
+        return self.world == 1 and home is not None and home.dtype == self.dtype and home.device == self.device
+
+    @property
+    def _is_direct(self) -> bool:
+        """Whether what is gathered already lies as the whole does."""
+        return self.world == 1 or self.layout.is_direct
+
+    @property
+    def _full_elements(self) -> int:
+        return self.layout.num_elements if self._is_direct else self.layout.full_elements
+
+    def make_whole(self) -> None:
+        """Make the whole parameters, without memory."""
+        if self._buffer is not None:
+            return
+        self.follow()
+        if self.is_alias:
+            self._buffer = self.home
+        else:
+            self._buffer = torch.empty(0, dtype=self.dtype, device=self.device)
+        assert self._buffer is not None
+        for parameter, cut in zip(self.parameters, self.layout.cuts, strict=True):
+            parameter.make_full(self._buffer, cut.full_offset)
+
+    def _fill_memory(self) -> Tensor:
+        """The buffer of the whole, with memory."""
+        assert self._buffer is not None
+        self._buffer.untyped_storage().resize_(self._full_elements * self._buffer.element_size())
+        return torch_private.alias(self._buffer, (self._full_elements,), (1,), 0)
+
+    def start(self, transport: Transport, comm: Any, name: str) -> None:
+        """Start gathering."""
+        self.make_whole()
+        self.follow()
+        if self.is_alias:
+            return
+        assert self.home is not None
+        with torch.no_grad():
+            mine = self.home.to(device=self.device, dtype=self.dtype, non_blocking=True)
+            if self.world == 1:
+                self._fill_memory().copy_(mine)
+                return
+            if self._is_direct and comm is None:
+                self._gathered = self._fill_memory()
+            elif comm is not None:
+                size = (self.layout.num_elements,)
+                self._gathered = comm.allocate(size, dtype=self.dtype, device=self.device)
+            else:
+                self._gathered = mine.new_empty(self.layout.num_elements)
+            self._flight = start_gather(transport, comm, self._gathered, mine, name)
+
+    def finish(self, transport: Transport, moment: Moment) -> None:
+        """Wait for what was started; the whole parameters have their values then."""
+        if self._flight is not None:
+            self._flight.land(transport.watch, moment)
+            self._flight = None
+        gathered, self._gathered = self._gathered, None
+        if gathered is None:
+            return
+        with torch.no_grad():
+            if not self._is_direct:
+                whole = self._fill_memory()
+                spread(self.layout, gathered, whole)
+            elif gathered.untyped_storage().data_ptr() != self._buffer.untyped_storage().data_ptr():  # type: ignore[union-attr]
+                self._fill_memory().copy_(gathered)
+
+    def free(self) -> None:
+        """Give the memory of the whole back."""
+        if self._buffer is not None and not self.is_alias:
+            self._buffer.untyped_storage().resize_(0)
+
+
+def start_gather(transport: Transport, comm: Any, gathered: Tensor, mine: Tensor, name: str) -> Any:
+    """Start an all-gather, by the program's own if it has one."""
+    if comm is None:
+        return transport.start_all_gather(gathered, mine, name)
+    from lockstep.engine.flight import Landed, WorkFlight
+
+    work = comm(gathered, mine, transport.process_group, True)
+    return Landed() if work is None else WorkFlight(work, transport.blocks_host(mine.device))
+
+
+def spread(layout: FlatLayout, ranked: Tensor, whole: Tensor) -> None:
+    """Copy everyone's shards into whole parameters, which lie in one buffer."""
+    targets, sources = [], []
+    for cut, pieces in zip(layout.cuts, layout.pieces, strict=True):
+        for piece in pieces:
+            shape, stride, offset = piece.full
+            targets.append(torch_private.alias(whole, shape, stride, cut.full_offset + offset))
+            sources.append(torch_private.alias(ranked, *piece.ranked))
+    if targets:
+        torch_private.foreach_copy(targets, sources)
+
+
+def spread_apart(layout: FlatLayout, ranked: Tensor) -> list[Tensor]:
+    """Copy everyone's shards into whole parameters, each in memory of its own."""
+    whole = [ranked.new_empty(cut.spec.shape) for cut in layout.cuts]
+    targets, sources = [], []
+    for target, pieces in zip(whole, layout.pieces, strict=True):
+        for piece in pieces:
+            targets.append(torch_private.alias(target, *piece.full))
+            sources.append(torch_private.alias(ranked, *piece.ranked))
+    if targets:
+        torch_private.foreach_copy(targets, sources)
+    return whole
