@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from lockstep import torch_private
+from lockstep.shard.graph_ops import make_known
 from lockstep.shard.layout import ShardPlan
 from lockstep.shard.moments import after_forward, before_forward
 from lockstep.shard.root import Root, plan_of, root_of, units_in
@@ -28,6 +29,7 @@ class ShardedModule(FSDPModule):
     # torch finds the module's own class by its place; there is one class more here.
     _orig_cls_mro_index = 3
     _lockstep_unit: Unit
+    _lockstep_paths: tuple[tuple[tuple[str, ...], str, int, int], ...]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make the module's own class: slicing a sharded ``Sequential`` gives a plain one."""
@@ -277,7 +279,22 @@ def give_face(module: nn.Module, unit: Unit) -> None:
     if own not in _classes:
         _classes[own] = type(f"FSDP{own.__name__}", (ShardedModule, own), {})
     object.__setattr__(module, "_lockstep_unit", unit)
+    object.__setattr__(module, "_lockstep_paths", _paths(module, unit))
+    make_known(unit)
     module.__class__ = _classes[own]
+
+
+def _paths(module: nn.Module, unit: Unit) -> tuple[tuple[tuple[str, ...], str, int, int], ...]:
+    """For each place where a module inside has a parameter of the unit: the way there, its name, store and number."""
+    ways = {id(child): tuple(name.split(".")) if name else () for name, child in module.named_modules()}
+    paths = []
+    for number, store in enumerate(unit.stores):
+        for position, parameter in enumerate(store.parameters):
+            for reference, name in parameter.owners:
+                way = ways.get(id(reference()))
+                if way is not None:
+                    paths.append((way, name, number, position))
+    return tuple(paths)
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:

@@ -53,7 +53,8 @@ class Team:
             unit.links = Links(unit.mesh, self.watch)
         self.memory = ShardMemory()
         plan, slots, loads = self._plan()
-        self.memory.use(loads, {slot.name: slot for slot in slots})
+        self.slots = {slot.name: slot for slot in slots}
+        self.memory.use(loads, self.slots)
         reducer = Reducer(plan, slots, units[0].links.scatter, self.memory, root.timeline)
         self.exchange: ScatterExchange | HookExchange = ScatterExchange(reducer.transport, loads)
         reducer.exchange = self.exchange
@@ -113,7 +114,8 @@ class Team:
         self.hooks.detach()
         self.step.reset()
         plan, slots, loads = self._plan()
-        self.memory.use(loads, {slot.name: slot for slot in slots})
+        self.slots = {slot.name: slot for slot in slots}
+        self.memory.use(loads, self.slots)
         self.step.reducer.use_plan(plan, slots)
         self.exchange.loads = list(loads)
         self.step.rebuild()
@@ -173,6 +175,9 @@ class Root:
     @property
     def plan(self) -> ShardPlan:
         return plan_of(self.units)
+
+    def team_of(self, unit: Unit) -> Team:
+        return next(team for team in self.teams if unit in team.units)
 
     @property
     def steps(self) -> list[SyncStep]:

@@ -37,6 +37,11 @@ class FlatStore:
         own = parameters[0].sharded.dtype
         self.dtype = own if dtype is None or not own.is_floating_point else dtype
         self.home: Tensor | None = None
+        # For compiled graphs: see graph_ops.py, [Note: anchor].
+        self.anchor = torch.zeros(1, device=device).requires_grad_(True)
+        self._accumulator: Any = None
+        self.trains: tuple[bool, ...] = self.flags()
+        self.graph_facts = self._graph_facts()
         self._buffer: Tensor | None = None
         self._gathered: Tensor | None = None
         self._flight: Flight | Any = None
@@ -95,6 +100,30 @@ class FlatStore:
     def versions(self) -> list[int]:
         """Changes whenever a shard is written to."""
         return [parameter.local._version for parameter in self.parameters]
+
+    def shard(self) -> Tensor:
+        """What travels when it is gathered."""
+        self.follow()
+        assert self.home is not None
+        return self.home
+
+    # ---------------------------------------------------------------- for compiled graphs
+
+    def _graph_facts(self) -> tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]:
+        """The size of a buffer of all ranks' shards (0 in a world of one), dtype, and the shapes of the parameters."""
+        shapes = [cut.spec.shape for cut in self.layout.cuts]
+        sizes = tuple(size for shape in shapes for size in shape)
+        return 0 if self.world == 1 else self.layout.num_elements, self.dtype, sizes, tuple(map(len, shapes))
+
+    def flags(self) -> tuple[bool, ...]:
+        """Which parameters train."""
+        return tuple(p.sharded.requires_grad for p in self.parameters)
+
+    def accumulator(self) -> Any:
+        """Autograd's node behind the anchor."""
+        if self._accumulator is None:
+            self._accumulator = torch_private.gradient_accumulator(self.anchor)
+        return self._accumulator
 
     # ---------------------------------------------------------------- the whole
 

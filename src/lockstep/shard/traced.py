@@ -1,6 +1,73 @@
-"""stub"""
+"""A unit's forward as a compiler sees it: gathers in the graph, and its modules run on what was gathered.
+
+The compiler inlines this.  Parameters are set on the modules for as long as the forward is traced; whatever this touches
+becomes a guard of the graph, so it touches tensors, and tuples of numbers and names, and no objects that differ from
+block to block.
+
+[Note: gathered again]  A unit that is freed after its forward is gathered inside of ``torch.utils.checkpoint``, around the
+gathering alone: that is how a graph is told not to keep what it makes for the backward, but to make it again there.
+"""
+
 from __future__ import annotations
+
+from collections.abc import Callable
 from typing import Any
 
-def traced_call(module: Any, call: Any, args: Any, kwargs: Any) -> Any:
-    raise NotImplementedError
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.shard.nest import cast_floats
+
+
+def _gather(home: Tensor, anchor: Tensor, facts: Any, trains: bool) -> list[Tensor]:
+    num_elements, dtype, sizes, ndims = facts
+    if num_elements == 0:
+        return torch.ops.lockstep.whole(home, anchor, sizes, ndims, dtype, trains)
+    buffer = torch.ops.lockstep.gather(home, anchor.detach(), num_elements, dtype, trains)
+    return torch.ops.lockstep.gathered(buffer, anchor, sizes, ndims)
+
+
+def traced_call(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``call`` with the module's parameters gathered."""
+    unit = module._lockstep_unit
+    policy = unit.policy
+    if policy.param_dtype is not None and policy.cast_forward_inputs:
+        args, kwargs = cast_floats(policy.param_dtype, args), cast_floats(policy.param_dtype, kwargs)
+    gathered = [_gather_store(store, unit.gathers_again) for store in unit.stores]
+    places = []
+    for path, name, number, position in module._lockstep_paths:
+        owner = _at(module, path)
+        registered = owner._parameters[name]
+        whole = gathered[number][position]
+        places.append((owner, name, registered))
+        owner._parameters[name] = whole if unit.stores[number].trains[position] else whole.detach()
+    output = call(*args, **kwargs)
+    for owner, name, registered in places:
+        owner._parameters[name] = registered
+    if policy.output_dtype is not None:
+        output = cast_floats(policy.output_dtype, output)
+    return output
+
+
+def _gather_store(store: Any, again: bool) -> list[Tensor]:
+    trains = torch.is_grad_enabled()
+    anchor = store.anchor if True in store.trains else store.anchor.detach()
+    if again and trains:
+        return checkpoint(  # type: ignore[no-any-return]
+            _gather,
+            store.home,
+            anchor,
+            store.graph_facts,
+            trains,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            determinism_check="none",
+        )
+    return _gather(store.home, anchor, store.graph_facts, trains)
+
+
+def _at(module: nn.Module, path: tuple[str, ...]) -> nn.Module:
+    for name in path:
+        module = module._modules[name]  # type: ignore[assignment]
+    return module

@@ -15,7 +15,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep import torch_private
 from lockstep.observe.timeline import now
@@ -92,9 +92,7 @@ class Unit:
         self.order_positions: list[int] = []  # in the order of this step's forwards
         self.modules_to_run: set[nn.Module] = set()  # of a unit of several, in this forward
         self._versions: list[list[int]] = []
-        # For compiled graphs (graph_ops.py): what autograd follows in the place of the parameters.
-        self.anchor = torch.zeros(1, device=self.device).requires_grad_(True)
-        self.num_graph_forwards = 0
+        self.num_graph_forwards = 0  # of compiled graphs, whose backward is still to come
         self.stores: list[FlatStore] = []
         self._lay_out()
 
@@ -130,6 +128,11 @@ class Unit:
         if self.reshard_after_forward is None:
             return self.parent is not None
         return self.reshard_after_forward
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether a compiled graph gathers in the backward what it gathered in the forward."""
+        return self.frees_after_forward and self.gathers_in_backward
 
     @property
     def wants_reduce_dtype(self) -> torch.dtype | None:
@@ -197,7 +200,7 @@ class Unit:
         start = now()
         with torch_private.RecordFunction(f"lockstep::gathered {self.name}"):
             for store in self.stores:
-                store.finish(self.links.gather, self._moment)
+                store.finish(self.links.gather, self.moment)
         for parameter in self.parameters:
             assert parameter.full is not None
             parameter.follow_requires_grad()
@@ -209,7 +212,7 @@ class Unit:
         """Let the modules have their shards, and free the whole."""
         if self.residence is Residence.GATHERING:
             for store in self.stores:
-                store.finish(self.links.gather, self._moment)
+                store.finish(self.links.gather, self.moment)
         if self.residence is Residence.SHARDED:
             return
         for parameter in self.parameters:
@@ -223,15 +226,10 @@ class Unit:
         if self.residence is Residence.FULL and self._versions != [store.versions for store in self.stores]:
             self.reshard()
 
-    def _moment(self) -> str:
+    def moment(self) -> str:
         step = "" if self.root is None else f" in step {self.root.timeline.step}"
         return f"the gathering of {self.name}{step}"
 
     def _note(self, what: str, start: int) -> None:
         if self.root is not None:
             self.root.timeline.record(what, start, now(), self.index)
-
-    # ---------------------------------------------------------------- gradients of shards
-
-    def shard_gradients(self) -> list[Tensor | None]:
-        return [parameter.sharded.grad for parameter in self.parameters]
