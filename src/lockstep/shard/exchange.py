@@ -193,9 +193,8 @@ class HookExchange:
         load.is_kept = not load.unit.syncs
         if load.is_kept:
             return Landed()
-        whole = flat.new_zeros(load.layout.full_elements)
-        spread(load.layout, flat, whole)
-        packed = torch.cat([whole.narrow(0, c.full_offset, c.spec.num_elements) for c in load.layout.cuts])
+        packed = flat.new_empty(bucket.spec.num_elements)
+        spread(load.layout, flat, bucket.views(packed))
         bucket.flat = flat.new_empty(load.layout.shard_elements)
         flight = self._inner.start(bucket, packed, is_last=is_last)
         return _HookFlight(flight, load, bucket.flat)

@@ -82,9 +82,9 @@ def _gathered(buffer: Tensor, anchor: Tensor, sizes: list[int], ndims: list[int]
     flight = _flights.pop(buffer.data_ptr(), None)
     if flight is not None:
         flight.land(unit.links.gather.watch, unit.moment)
-    whole = buffer.new_empty(store.layout.full_elements)
+    whole = [buffer.new_empty(cut.spec.shape) for cut in store.layout.cuts]
     spread(store.layout, buffer, whole)
-    return _parts(store, whole)
+    return whole
 
 
 @torch.library.impl(_library, "whole", "CompositeExplicitAutograd")
@@ -94,12 +94,10 @@ def _whole(
 ) -> list[Tensor]:
     unit, store = _find(anchor)
     _note_forward(unit, trains)
-    return _parts(store, store.shard().to(device=store.device, dtype=dtype, copy=True))
-
-
-def _parts(store: FlatStore, whole: Tensor) -> list[Tensor]:
-    """Parameters in one buffer: a unit is freed as a whole, when the last of them was used."""
-    return [torch_private.alias(whole, *cut.full) for cut in store.layout.cuts]
+    mine = store.shard()
+    whole = [torch.empty(cut.spec.shape, dtype=dtype, device=store.device) for cut in store.layout.cuts]
+    spread(store.layout, mine.to(device=store.device, dtype=dtype), whole)
+    return whole
 
 
 def _note_forward(unit: Unit, trains: bool) -> None:

@@ -158,6 +158,15 @@ class FlatLayout:
         return len(self.cuts) == 1 and cut.spec.dim == 0 and cut.num_elements == self.shard_elements
 
     @cached_property
+    def splits(self) -> tuple[int, ...] | None:
+        """A rank's shard as sizes of chunks, each followed by its padding; None where one kernel cannot split it."""
+        if any(cut.spec.dim or cut.spec.shape[0] % self.world or not cut.num_elements for cut in self.cuts):
+            return None
+        return tuple(
+            size for cut in self.cuts for size in (cut.num_elements, aligned(cut.num_elements) - cut.num_elements)
+        )
+
+    @cached_property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
         """Of each parameter."""
         return tuple(cut.pieces(self.shard_elements) for cut in self.cuts)

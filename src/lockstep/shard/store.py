@@ -193,7 +193,7 @@ class FlatStore:
         with torch.no_grad():
             if not self._is_direct:
                 whole = self._fill_memory()
-                spread(self.layout, gathered, whole)
+                spread(self.layout, gathered, [torch_private.alias(whole, *cut.full) for cut in self.layout.cuts])
             elif gathered.untyped_storage().data_ptr() != self._buffer.untyped_storage().data_ptr():  # type: ignore[union-attr]
                 self._fill_memory().copy_(gathered)
 
@@ -213,26 +213,23 @@ def start_gather(transport: Transport, comm: Any, gathered: Tensor, mine: Tensor
     return Landed() if work is None else WorkFlight(work, transport.blocks_host(mine.device))
 
 
-def spread(layout: FlatLayout, ranked: Tensor, whole: Tensor) -> None:
-    """Copy everyone's shards into whole parameters, which lie in one buffer."""
+def spread(layout: FlatLayout, ranked: Tensor, whole: Sequence[Tensor]) -> None:
+    """Copy everyone's shards into whole parameters."""
+    if layout.splits is not None:  # one kernel for all
+        sizes, world = layout.splits, layout.world
+        targets: list[Tensor] = []
+        for position, size in enumerate(sizes):
+            number, is_padding = divmod(position, 2)
+            if is_padding:
+                targets.append(ranked.new_empty(world, size))
+            else:
+                targets.append(torch_private.alias(whole[number], (world, size), (size, 1), 0))
+        torch.split_with_sizes_copy(ranked.view(world, -1), list(sizes), 1, out=targets)
+        return
     targets, sources = [], []
-    for cut, pieces in zip(layout.cuts, layout.pieces, strict=True):
+    for parameter, pieces in zip(whole, layout.pieces, strict=True):
         for piece in pieces:
-            shape, stride, offset = piece.full
-            targets.append(torch_private.alias(whole, shape, stride, cut.full_offset + offset))
+            targets.append(torch_private.alias(parameter, *piece.full))
             sources.append(torch_private.alias(ranked, *piece.ranked))
     if targets:
         torch_private.foreach_copy(targets, sources)
-
-
-def spread_apart(layout: FlatLayout, ranked: Tensor) -> list[Tensor]:
-    """Copy everyone's shards into whole parameters, each in memory of its own."""
-    whole = [ranked.new_empty(cut.spec.shape) for cut in layout.cuts]
-    targets, sources = [], []
-    for target, pieces in zip(whole, layout.pieces, strict=True):
-        for piece in pieces:
-            targets.append(torch_private.alias(target, *piece.full))
-            sources.append(torch_private.alias(ranked, *piece.ranked))
-    if targets:
-        torch_private.foreach_copy(targets, sources)
-    return whole

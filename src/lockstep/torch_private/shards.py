@@ -31,7 +31,13 @@ def dtensor_around(local: torch.Tensor, spec: Any) -> torch.Tensor:
 
 
 def set_local(dtensor: Any, local: torch.Tensor) -> None:
-    """Let a DTensor be around another tensor of the same shape; everyone who holds it sees that."""
+    """Let a DTensor be around another tensor of the same shape; everyone who holds it sees that.
+
+    It tells compilers the place of its local part in memory as its own, so that is changed with it.
+    """
+    with torch.no_grad():
+        if dtensor.storage_offset() != local.storage_offset() or dtensor.dtype != local.dtype:
+            dtensor.data = dtensor_around(local, dtensor._spec)
     dtensor._local_tensor = local
 
 
