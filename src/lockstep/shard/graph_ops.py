@@ -67,7 +67,7 @@ def _find(anchor: Tensor) -> tuple[Unit, FlatStore]:
 @torch_private.leave_to_python
 def _gather(home: Tensor, key: Tensor, num_elements: int, dtype: torch.dtype, trains: bool) -> Tensor:
     unit, store = _find(key)
-    _note_forward(unit, trains)
+    _note_forward(unit, store, trains)
     mine = store.shard().to(device=store.device, dtype=dtype, non_blocking=True)
     buffer = mine.new_empty(num_elements)
     flight = start_gather(unit.links.gather, unit.gather_comm, buffer, mine, f"gather of {unit.name}")
@@ -93,19 +93,34 @@ def _whole(
     home: Tensor, anchor: Tensor, sizes: list[int], ndims: list[int], dtype: torch.dtype, trains: bool
 ) -> list[Tensor]:
     unit, store = _find(anchor)
-    _note_forward(unit, trains)
+    _note_forward(unit, store, trains)
     mine = store.shard()
     whole = [torch.empty(cut.spec.shape, dtype=dtype, device=store.device) for cut in store.layout.cuts]
     spread(store.layout, mine.to(device=store.device, dtype=dtype), whole)
     return whole
 
 
-def _note_forward(unit: Unit, trains: bool) -> None:
+def _note_forward(unit: Unit, store: FlatStore, trains: bool) -> None:
     root = root_of(unit)
     if trains and not torch_private.in_backward():
+        _compare_with_graph(store)
         unit.num_graph_forwards += 1
         if not all(step.has_forward for step in root.steps):
             root.note_forward()
+
+
+def _compare_with_graph(store: FlatStore) -> None:
+    """A graph computes gradients for what trained when it was traced; say so if more does now, before it runs."""
+    flags = store.flags()
+    if flags == store.trains:
+        return
+    more = [p.name for p, now, then in zip(store.parameters, flags, store.trains, strict=True) if now and not then]
+    store.trains = flags  # which the compiler guards on: it makes another graph the next time
+    if more:
+        raise RuntimeError(
+            f"These parameters train now, and did not when the model was compiled: {', '.join(more)}. Call the model once "
+            "more: it is compiled anew for them."
+        )
 
 
 def shapes_in(sizes: Sequence[int], ndims: Sequence[int]) -> list[list[int]]:

@@ -32,6 +32,7 @@ class ShardMemory(GradMemory):
     def __init__(self) -> None:
         super().__init__(GradOwnership.ALIAS)
         self.loads: list[Load] = []
+        self.divides = True  # unless a communication hook does
         self._places: dict[Slot, tuple[ShardedParameter, Cut, tuple[Piece, ...]]] = {}
 
     def use(self, loads: Sequence[Load], slots: Mapping[str, Slot]) -> None:
@@ -101,7 +102,7 @@ class ShardMemory(GradMemory):
                 local = local_tensor(gradient).detach()
                 if not local.is_contiguous():
                     local = local.contiguous()
-                scale = self.loads[slot.bucket.index].scale(flat)
+                scale = self.loads[slot.bucket.index].scale(flat) if self.divides else 1.0
                 for piece in self._places[slot][2]:
                     source = torch_private.alias(local, *piece.full)
                     target = torch_private.alias(flat, *piece.ranked)

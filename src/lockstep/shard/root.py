@@ -128,6 +128,7 @@ class Team:
         replicas = [unit.name for unit in self.units if unit.links.replicas is not None]
         if replicas:
             raise NotImplementedError("A communication hook together with replicas (a 2D mesh) is not there yet.")
+        self.memory.divides = False
         self.exchange = reducer.exchange = HookExchange(reducer.transport, self.memory.loads, state, hook, name)
 
     def compare(self, plan: ShardPlan) -> None:
