@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -230,3 +232,20 @@ def test_in_compiled_backward() -> None:
         (parameter * 2).sum().backward()
     assert seen == [False, True]
     assert not private.in_compiled_backward()
+
+
+def test_on_graph_so_far() -> None:
+    seen = []
+
+    def look(context: Any) -> None:
+        seen.append([node.op for node in context.graph().nodes])
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        private.on_graph_so_far(look)
+        return y.cos()
+
+    torch.compile(function, backend="eager", fullgraph=True)(torch.ones(2))
+    assert seen == [["placeholder", "call_method"]]
+    private.on_graph_so_far(look)
+    assert len(seen) == 1

@@ -42,7 +42,6 @@ from torch import Tensor
 from lockstep import errors, torch_private
 from lockstep.agree.stamp import Stamp
 from lockstep.engine.bucket import LiveBucket, Slot
-from lockstep.engine.exchange import MeanExchange
 from lockstep.engine.grad_memory import GradOwnership, leave_memory
 from lockstep.engine.lane import Lane
 from lockstep.engine.reducer import Reducer
@@ -817,7 +816,7 @@ class SyncStep:
             watch.forget_own_failure()
             # Others may still be raising what all of them are to handle.
             told = watch.meet(key, "reset_sync_window()", str(sent), _MEETING_SECONDS, patience_seconds=_PATIENCE)
-            if isinstance(reducer.exchange, MeanExchange):
+            if reducer.exchange.is_linear:
                 self._catch_up(sent, max(map(int, told.values())))
             if self.union.control is not None:
                 self.union.control.renew()

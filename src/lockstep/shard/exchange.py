@@ -49,7 +49,8 @@ class Load:
         unit = self.unit
         if unit.divisor is not None or unit.only_sums or unit.scatter_comm is not None:
             return False
-        ways = [way for way in (unit.links.scatter, unit.links.replicas) if way is not None and way.world > 1]
+        ways = [unit.links.scatter] if unit.mesh.world > 1 else []
+        ways += [unit.links.replicas] if unit.links.replicas is not None else []
         return all(way.averages(like) for way in ways)
 
     def scale(self, like: Tensor) -> float:

@@ -93,6 +93,10 @@ class ShardMemory(GradMemory):
             bucket.flat = make(load.layout.num_elements, dtype=self.travel_dtype(bucket), device=load.unit.device)
         return bucket.flat
 
+    def zeros(self, bucket: LiveBucket, dtype: torch.dtype) -> Tensor:
+        load = self.loads[bucket.index]
+        return torch.zeros(load.layout.num_elements, dtype=self.travel_dtype(bucket), device=load.unit.device)
+
     def _move(self, slots: Sequence[Slot], gradients: Sequence[Tensor], flat: Tensor) -> None:
         """Add gradients to the buffer, or copy them where it is still empty."""
         targets: list[Tensor] = []

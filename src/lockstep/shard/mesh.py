@@ -23,33 +23,36 @@ from lockstep.engine.transport import Transport
 
 @dataclass(frozen=True, eq=False)
 class ShardMesh:
-    """One dimension of a mesh to shard over, and perhaps one over which shards are replicated."""
+    """At most one dimension of a mesh to shard over, and at most one over which shards are replicated."""
 
-    mesh: DeviceMesh  # of data parallelism: (shard,) or (replicate, shard)
+    mesh: DeviceMesh  # of data parallelism
+    shard_axis: int | None = 0
+    replicate_axis: int | None = None
     spmd: DeviceMesh | None = None  # where parameters are DTensors on a larger mesh of which this is a part
     shard_dims: tuple[int, ...] = ()  # which dimensions of that one are sharded over
     replicate_dims: tuple[int, ...] = ()
 
     @property
     def shard_group(self) -> Any:
-        return self.mesh.get_group(self.mesh.ndim - 1)
+        """The ranks that have one shard each; some group to stand in where nothing is sharded."""
+        return self.mesh.get_group(self.replicate_axis if self.shard_axis is None else self.shard_axis)
 
     @property
     def world(self) -> int:
         """How many shards there are."""
-        return self.mesh.size(self.mesh.ndim - 1)
+        return 1 if self.shard_axis is None else self.mesh.size(self.shard_axis)
 
     @property
     def rank(self) -> int:
-        return self.shard_group.rank()
+        return 0 if self.shard_axis is None else int(self.shard_group.rank())
 
     @property
     def replicate_group(self) -> Any | None:
-        return self.mesh.get_group(0) if self.mesh.ndim == 2 else None
+        return None if self.replicate_axis is None else self.mesh.get_group(self.replicate_axis)
 
     @property
     def num_replicas(self) -> int:
-        return self.mesh.size(0) if self.mesh.ndim == 2 else 1
+        return 1 if self.replicate_axis is None else self.mesh.size(self.replicate_axis)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -78,7 +81,7 @@ def take_mesh(mesh: DeviceMesh | None, dims: Any = None) -> ShardMesh:
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
-    return ShardMesh(mesh)
+    return ShardMesh(mesh) if mesh.ndim == 1 else ShardMesh(mesh, 1, 0)
 
 
 def _part_of(mesh: DeviceMesh, dims: Any) -> ShardMesh:
@@ -92,15 +95,17 @@ def _part_of(mesh: DeviceMesh, dims: Any) -> ShardMesh:
     for name in (*shard, *replicate):
         if name not in names:
             raise ValueError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {names}")
-    if not shard:
-        raise NotImplementedError("dp_mesh_dims without a dimension to shard over: use DistributedDataParallel.")
     if len(shard) > 1 or len(replicate) > 1:
         raise NotImplementedError(
             "dp_mesh_dims with several dimensions to shard or to replicate over: flatten them into one dimension of "
             "the mesh first."
         )
-    part = mesh[(*replicate, *shard)] if replicate else mesh[shard[0]]
-    return ShardMesh(part, mesh, tuple(map(names.index, shard)), tuple(map(names.index, replicate)))
+    part = mesh[(*replicate, *shard)] if replicate and shard else mesh[(*replicate, *shard)[0]]
+    shard_axis = None if not shard else len(replicate)
+    replicate_axis = 0 if replicate else None
+    return ShardMesh(
+        part, shard_axis, replicate_axis, mesh, tuple(map(names.index, shard)), tuple(map(names.index, replicate))
+    )
 
 
 def _names(names: Any) -> tuple[str, ...]:
@@ -118,14 +123,15 @@ def scatter_group(mesh: ShardMesh) -> Any:
     group = _scatter_groups.get(shard_group)
     if group is None:
         ranks = dist.get_process_group_ranks(shard_group)
-        group = dist.new_group(ranks, use_local_synchronization=True) if len(ranks) > 1 else shard_group
+        is_alone = mesh.world == 1
+        group = shard_group if is_alone else dist.new_group(ranks, use_local_synchronization=True)
         _scatter_groups[shard_group] = group
     return group
 
 
 def whole_group(mesh: ShardMesh) -> Any:
     """The group of all ranks of the mesh, replicas and shards, on which they compare."""
-    if mesh.mesh.ndim == 1:
+    if mesh.replicate_axis is None or mesh.shard_axis is None:
         return mesh.shard_group
     default = torch_private.default_group()
     ranks = mesh.ranks

@@ -55,7 +55,7 @@ class ShardedModule(FSDPModule):
         units = [unit for _, unit in units_in(self)]  # type: ignore[arg-type]
         for unit in units:
             unit.reshard()
-        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        result = super(FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         self._follow(units)
         return result
 
@@ -245,10 +245,22 @@ class ShardedModule(FSDPModule):
 def _failure_noted(unit: Unit) -> Iterator[None]:
     try:
         yield
-    except BaseException:
+    except BaseException as error:
+        if "mixed torch.Tensor and DTensor" in str(error) and unit.parent is None:
+            error.add_note(_read_while_sharded(unit))
         if unit.root is not None and unit.root.running is not None and not torch_private.in_backward():
             unit.root.fail_forward()
         raise
+
+
+def _read_while_sharded(unit: Unit) -> str:
+    units = [] if unit.root is None else unit.root.units
+    names = [p.name for inner in units if not inner.is_full for p in inner.parameters]
+    return (
+        "lockstep: a parameter was read while it is sharded, outside of the forward of the module that has it. These are "
+        f"sharded now: {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}. Call the module that has it, or "
+        "unshard() it before."
+    )
 
 
 class _Handle(UnshardHandle):

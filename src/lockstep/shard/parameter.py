@@ -85,7 +85,7 @@ class ShardedParameter:
     def _placements(self) -> tuple[Any, tuple[Any, ...]]:
         """Where the shards lie, as a DTensor says it."""
         mine = Shard(self.dim)
-        replicas = (Replicate(),) if self.mesh.num_replicas > 1 or self.mesh.mesh.ndim == 2 else ()
+        replicas = () if self.mesh.replicate_axis is None else (Replicate(),)
         if self.whole_spec is None:
             if self.mesh.spmd is not None:
                 raise ValueError(
@@ -117,6 +117,8 @@ class ShardedParameter:
                         f"Expected Replicate() on DP {kind} dim '{mesh.mesh_dim_names[dim]}' (index {dim}) but got "
                         f"{placements[dim]}"
                     )
+        if not self.mesh.shard_dims:
+            return mesh, tuple(placements)
         (axis,) = self.mesh.shard_dims
         num_cuts = 1
         for other in range(axis + 1, mesh.ndim):

@@ -99,7 +99,7 @@ class FlatStore:
     @property
     def versions(self) -> list[int]:
         """Changes whenever a shard is written to."""
-        return [parameter.local._version for parameter in self.parameters]
+        return [p.sharded._version + p.local._version for p in self.parameters]
 
     def shard(self) -> Tensor:
         """What travels when it is gathered."""

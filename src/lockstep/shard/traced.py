@@ -4,8 +4,8 @@ The compiler inlines this.  Parameters are set on the modules for as long as the
 becomes a guard of the graph, so it touches tensors, and tuples of numbers and names, and no objects that differ from
 block to block.
 
-[Note: gathered again]  A unit that is freed after its forward is gathered inside of ``torch.utils.checkpoint``, around the
-gathering alone: that is how a graph is told not to keep what it makes for the backward, but to make it again there.
+[Note: gathered again]  For a unit that is freed after its forward, the nodes of the gathering are marked as ones to make
+again in the backward, instead of keeping what they made: the mark that activation checkpointing leaves in a graph.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy
 
+from lockstep import torch_private
 from lockstep.shard.nest import cast_floats
 
 
@@ -53,18 +54,26 @@ def traced_call(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kw
 def _gather_store(store: Any, again: bool) -> list[Tensor]:
     trains = torch.is_grad_enabled()
     anchor = store.anchor if True in store.trains else store.anchor.detach()
+    whole = _gather(store.home, anchor, store.graph_facts, trains)
     if again and trains:
-        return checkpoint(  # type: ignore[no-any-return]
-            _gather,
-            store.home,
-            anchor,
-            store.graph_facts,
-            trains,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            determinism_check="none",
-        )
-    return _gather(store.home, anchor, store.graph_facts, trains)
+        torch_private.on_graph_so_far(_mark_last_gather)
+    return whole
+
+
+def _mark_last_gather(context: Any) -> None:
+    """See [Note: gathered again]."""
+    operators = torch.ops.lockstep
+    for node in reversed(context.graph().nodes):
+        if node.target in (operators.gathered, operators.whole):
+            for marked in (node, *node.users, *_behind(node, operators.gather)):
+                marked.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            return
+
+
+def _behind(node: Any, operator: Any) -> list[Any]:
+    """The node itself that this one waits for, and what it made of its input."""
+    starts = [found for found in node.all_input_nodes if found.target is operator]
+    return starts + [key for start in starts for key in start.all_input_nodes if key.op == "call_method"]
 
 
 def _at(module: nn.Module, path: tuple[str, ...]) -> nn.Module:

@@ -88,6 +88,7 @@ _NAMES_BY_PART = {
         "is_compiled",
         "leave_frame_to_python",
         "leave_to_python",
+        "on_graph_so_far",
         "own_code",
         "recompile_reason",
         "split_reason",

@@ -20,6 +20,7 @@ __all__ = [
     "is_compiled",
     "leave_frame_to_python",
     "leave_to_python",
+    "on_graph_so_far",
     "own_code",
     "recompile_reason",
     "split_reason",
@@ -205,6 +206,16 @@ def split_reason(filename: str) -> Any:
 
     text = "Lockstep split the graph at a bucket of gradients, in the place of torch's DDPOptimizer."
     return GraphCompileReason(text, [traceback.FrameSummary(filename, 0, "SplitOptimizer")])
+
+
+def on_graph_so_far(change: Callable[[Any], None]) -> None:
+    """In a function that is being traced: call ``change`` with the graph as it is up to here; nothing otherwise.
+
+    Nodes can be marked in it, for which a traced program has no words of its own.
+    """
+    from torch._dynamo.comptime import comptime
+
+    comptime(change)
 
 
 def recompile_reason() -> str:
