@@ -249,3 +249,25 @@ def test_on_graph_so_far() -> None:
     assert seen == [["placeholder", "call_method"]]
     private.on_graph_so_far(look)
     assert len(seen) == 1
+
+
+def test_with_effects_in_trace() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    values: dict[str, torch.Tensor | None] = {"x": None}
+
+    def put(value: torch.Tensor | None) -> None:
+        values["x"] = value
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        private.with_effects_in_trace(put, x)
+        y = values["x"].sin()
+        private.with_effects_in_trace(put, None)
+        return y
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(inner, x, use_reentrant=False)
+
+    x = torch.ones(2, requires_grad=True)
+    torch.compile(outer, backend="aot_eager", fullgraph=True)(x).sum().backward()
+    assert values == {"x": None}

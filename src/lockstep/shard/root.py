@@ -161,7 +161,6 @@ class Root:
         self._requires_grad = self._flags()
         for number, unit in enumerate(units):
             unit.root, unit.index = self, number
-            unit.require_real()
         by_mesh: dict[Any, list[Unit]] = {}
         for unit in units:
             if unit.parameters:
@@ -353,8 +352,15 @@ def root_of(unit: Unit) -> Root:
         for parameter in member.parameters:
             parameter.name = names.get(id(parameter.sharded), parameter.name)
         member.name_anew()
+    for member in units:
+        member.require_real()
     _refuse_shared(units)
-    return Root(top, units)
+    try:
+        return Root(top, units)
+    except BaseException:
+        for member in units:
+            member.root = None
+        raise
 
 
 def _refuse_shared(units: Sequence[Unit]) -> None:

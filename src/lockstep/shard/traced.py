@@ -36,19 +36,28 @@ def traced_call(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kw
     if policy.param_dtype is not None and policy.cast_forward_inputs:
         args, kwargs = cast_floats(policy.param_dtype, args), cast_floats(policy.param_dtype, kwargs)
     gathered = [_gather_store(store, unit.gathers_again) for store in unit.stores]
-    places = []
-    for path, name, number, position in module._lockstep_paths:
-        owner = _at(module, path)
-        registered = owner._parameters[name]
-        whole = gathered[number][position]
-        places.append((owner, name, registered))
-        owner._parameters[name] = whole if unit.stores[number].trains[position] else whole.detach()
+    places = torch_private.with_effects_in_trace(_put, module, unit, gathered)
     output = call(*args, **kwargs)
-    for owner, name, registered in places:
-        owner._parameters[name] = registered
+    torch_private.with_effects_in_trace(_put_back, places)
     if policy.output_dtype is not None:
         output = cast_floats(policy.output_dtype, output)
     return output
+
+
+def _put(module: Any, unit: Any, gathered: list[list[Tensor]]) -> list[tuple[nn.Module, str, Any]]:
+    """Let the modules have whole parameters; returns what they had."""
+    places = []
+    for path, name, number, position in module._lockstep_paths:
+        owner = _at(module, path)
+        whole = gathered[number][position]
+        places.append((owner, name, owner._parameters[name]))
+        owner._parameters[name] = whole if unit.stores[number].trains[position] else whole.detach()  # type: ignore[assignment]
+    return places
+
+
+def _put_back(places: list[tuple[nn.Module, str, Any]]) -> None:
+    for owner, name, registered in places:
+        owner._parameters[name] = registered
 
 
 def _gather_store(store: Any, again: bool) -> list[Tensor]:

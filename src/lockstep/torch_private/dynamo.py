@@ -25,6 +25,7 @@ __all__ = [
     "recompile_reason",
     "split_reason",
     "stand_in_for_ddp_optimizer",
+    "with_effects_in_trace",
     "without_compiler",
 ]
 
@@ -216,6 +217,16 @@ def on_graph_so_far(change: Callable[[Any], None]) -> None:
     from torch._dynamo.comptime import comptime
 
     comptime(change)
+
+
+def with_effects_in_trace(function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function``; where it is being traced, let it change objects from outside even within a checkpoint.
+
+    Dynamo refuses that there, since it cannot know that a change is undone before the checkpoint ends.
+    """
+    from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as call
+
+    return call(function, *args)
 
 
 def recompile_reason() -> str:
