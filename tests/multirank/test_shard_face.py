@@ -161,9 +161,7 @@ def prefetch() -> list[str]:
     module.blocks[0].set_modules_to_forward_prefetch([module.blocks[1]])
     module.blocks[1].set_modules_to_backward_prefetch([module.blocks[0]])
     seen = []
-    module.blocks[0].up.register_forward_hook(
-        lambda *_: seen.append(module.blocks[1]._lockstep_unit.residence.value)
-    )
+    module.blocks[0].up.register_forward_hook(lambda *_: seen.append(module.blocks[1]._lockstep_unit.residence.value))
     case.loss(module, case.batch(0, torch.float64)).backward()
     with pytest.raises(ValueError, match="Expects FSDPModule"):
         module.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
@@ -428,6 +426,7 @@ def setters() -> None:
     with pytest.raises(RuntimeError, match="must be called on the root"):
         module.layers[0].reset_iter_state()
     layer = module.layers[0]
+    layer.set_allocate_memory_from_process_group_for_comm(True)
     layer.set_gradient_divide_factor(1.0)
     layer.set_force_sum_reduction_for_comms(True)
     hooked = []

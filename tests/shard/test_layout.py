@@ -87,7 +87,11 @@ def test_a_parameter_that_is_alone_needs_no_copy(rows: int, columns: int, world:
 
 
 def test_a_unit_has_one_buffer_for_each_dtype() -> None:
-    specs = [ShardSpec("a", (4,), "float32", 4), ShardSpec("b", (4,), "bfloat16", 2), ShardSpec("c", (3,), "float32", 4)]
+    specs = [
+        ShardSpec("a", (4,), "float32", 4),
+        ShardSpec("b", (4,), "bfloat16", 2),
+        ShardSpec("c", (3,), "float32", 4),
+    ]
     layouts = flat_layouts(specs, 2)
     assert [[cut.name for cut in layout.cuts] for layout in layouts] == [["a", "c"], ["b"]]
 

@@ -50,3 +50,16 @@ def test_joined_mesh() -> None:
 def test_strided_shard() -> None:
     placement = private.strided_shard(0, 2)
     assert (placement.dim, placement.split_factor) == (0, 2)
+
+
+def test_mark_as_sharded() -> None:
+    from torch.distributed._composable.replicate import _is_fully_sharded
+
+    module = torch.nn.Linear(2, 2)
+    private.mark_as_sharded(module)
+    assert _is_fully_sharded(module)
+
+
+def test_group_memory() -> None:
+    group = private.default_group()
+    assert private.group_memory(group, 3, torch.float64, torch.device("cpu")).shape == (3,)

@@ -64,8 +64,7 @@ def _frees_after_forward(value: bool | int | None, mesh: ShardMesh, dims: Any) -
         return value
     if not isinstance(value, int):
         raise ValueError(
-            "reshard_after_forward should be a bool or an int representing the group size to reshard to, not "
-            f"{value}"
+            f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {value}"
         )
     if dims is not None:
         raise NotImplementedError("reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims)")
@@ -78,8 +77,8 @@ def _frees_after_forward(value: bool | int | None, mesh: ShardMesh, dims: Any) -
     if value == mesh.world:
         return True
     raise NotImplementedError(
-        f"reshard_after_forward={value}: freeing down to a smaller group than the mesh of {mesh.world} is not there yet; "
-        "use True (less memory, gathers over all ranks) or False (more memory, no gathering in the backward)."
+        f"reshard_after_forward={value}: freeing down to a smaller group than the mesh of {mesh.world} is not there "
+        "yet; use True (less memory, gathers over all ranks) or False (more memory, no gathering in the backward)."
     )
 
 

@@ -3,9 +3,9 @@
     ScatterExchange   a reduce-scatter over the shards, then an all-reduce over the replicas
     HookExchange      whatever the program's communication hook makes of the whole gradients; each takes its shard
 
-[Note: input buffers]  A scatter reads a buffer as large as the whole unit.  At most ``max_scatter_inputs`` of them exist at
-once: the next one waits for the oldest to land.  The all-reduce between replicas is started where its scatter is known to
-have landed: then, or at the end; the same place on every rank, so that they pair up.
+[Note: input buffers]  A scatter reads a buffer as large as the whole unit.  At most ``max_scatter_inputs`` of them
+exist at once: the next one waits for the oldest to land.  The all-reduce between replicas is started where its
+scatter is known to have landed: then, or at the end; the same place on every rank, so that they pair up.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@
 They are opaque to the compiler, and what they do is decided when they run: whether this pass synchronises, what the
 communication hook does, which process group it is.  So none of that needs another graph.
 
-[Note: anchor]  Gradients do not go through autograd.  The whole parameters come from an operator of which autograd follows
-only the anchor, a tensor of one element that each store has; its gradient is of no interest, but makes autograd run
-``scatter`` when the gradients of all parameters of the unit are there, and only in a backward that ends in ``.grad``.
-The anchor also says which unit it is: one graph may serve all blocks of a model.
+[Note: anchor]  Gradients do not go through autograd.  The whole parameters come from an operator of which autograd
+follows only the anchor, a tensor of one element that each store has; its gradient is of no interest, but makes
+autograd run ``scatter`` when the gradients of all parameters of the unit are there, and only in a backward that ends
+in ``.grad``. The anchor also says which unit it is: one graph may serve all blocks of a model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from lockstep.shard.unit import Unit
 _TAGS = (torch.Tag.cudagraph_unsafe, torch.Tag.pt2_compliant_tag)
 
 _library = torch.library.Library("lockstep", "FRAGMENT")
-_library.define("gather(Tensor home, Tensor key, int num_elements, ScalarType dtype, bool trains) -> Tensor", tags=_TAGS)
+_library.define(
+    "gather(Tensor home, Tensor key, int num_elements, ScalarType dtype, bool trains) -> Tensor", tags=_TAGS
+)
 _library.define("gathered(Tensor buffer, Tensor anchor, int[] sizes, int[] ndims) -> Tensor[]", tags=_TAGS)
 _library.define(
     "whole(Tensor home, Tensor anchor, int[] sizes, int[] ndims, ScalarType dtype, bool trains) -> Tensor[]", tags=_TAGS
@@ -118,8 +120,8 @@ def _compare_with_graph(store: FlatStore) -> None:
     store.trains = flags  # which the compiler guards on: it makes another graph the next time
     if more:
         raise RuntimeError(
-            f"These parameters train now, and did not when the model was compiled: {', '.join(more)}. Call the model once "
-            "more: it is compiled anew for them."
+            f"These parameters train now, and did not when the model was compiled: {', '.join(more)}. Call the model "
+            "once more: it is compiled anew for them."
         )
 
 
@@ -213,9 +215,7 @@ def _deliver(root: Root, unit: Unit, store: FlatStore, gradients: Sequence[Tenso
             raise
 
 
-def _of_slots(
-    team: Team, store: FlatStore, gradients: Sequence[Tensor | None]
-) -> tuple[list[Slot], list[Tensor]]:
+def _of_slots(team: Team, store: FlatStore, gradients: Sequence[Tensor | None]) -> tuple[list[Slot], list[Tensor]]:
     """The gradients that there are, and whose they are."""
     slots: list[Slot] = []
     coming: list[Tensor] = []

@@ -37,7 +37,9 @@ class ShardSpec:
 
     def __post_init__(self) -> None:
         if not 0 <= self.dim < len(self.shape):
-            raise ValueError(f"Parameter {self.name} of shape {self.shape} has no dimension {self.dim} to be cut along.")
+            raise ValueError(
+                f"Parameter {self.name} of shape {self.shape} has no dimension {self.dim} to be cut along."
+            )
 
     @property
     def num_elements(self) -> int:

@@ -1,11 +1,12 @@
 """Whose memory gradients of a sharded model lie in.
 
-Autograd adds whole gradients to ``.grad`` of the whole parameters.  They are packed as they are scattered, rank by rank,
-and what comes back is added to ``.grad`` of the shards, which is a DTensor.  A window's gradients are added to what is
-there, as autograd does; a pass that does not synchronise leaves whole gradients behind, as with a replicated model.
+Autograd adds whole gradients to ``.grad`` of the whole parameters.  They are packed as they are scattered, rank by
+rank, and what comes back is added to ``.grad`` of the shards, which is a DTensor.  A window's gradients are added to
+what is there, as autograd does; a pass that does not synchronise leaves whole gradients behind, as with a replicated
+model.
 
-[Note: kept in the reduction's dtype]  Gradients that wait for a later pass are added up in the dtype in which they will be
-reduced: in their buffer, if that is another dtype than autograd's.
+[Note: kept in the reduction's dtype]  Gradients that wait for a later pass are added up in the dtype in which they
+will be reduced: in their buffer, if that is another dtype than autograd's.
 
 The engine calls this where it would call its own ``GradMemory``; what each method is for is said there.
 """

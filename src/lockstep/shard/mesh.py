@@ -47,7 +47,7 @@ class ShardMesh:
         return 0 if self.shard_axis is None else int(self.shard_group.rank())
 
     @property
-    def replicate_group(self) -> Any | None:
+    def replicate_group(self) -> Any:
         return None if self.replicate_axis is None else self.mesh.get_group(self.replicate_axis)
 
     @property

@@ -1,7 +1,7 @@
 """The face of a sharded module: torch's ``FSDPModule``, by the same names.
 
-``fully_shard`` gives a module a class of its own that is both this one and the module's.  Calling it gathers, runs and frees;
-where a compiler traces the call, the same is put into its graph (``traced.py``).
+``fully_shard`` gives a module a class of its own that is both this one and the module's.  Calling it gathers, runs
+and frees; where a compiler traces the call, the same is put into its graph (``traced.py``).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class ShardedModule(FSDPModule):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make the module's own class: slicing a sharded ``Sequential`` gives a plain one."""
-        own = cls.__mro__[cls._orig_cls_mro_index]
+        own: Any = cls.__mro__[cls._orig_cls_mro_index]
         made = own.__new__(own)
         made.__init__(*args, **kwargs)
         return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return traced_call(self, super().__call__, args, kwargs)
+            return traced_call(self, super().__call__, args, kwargs)  # type: ignore[misc]
         unit = self._lockstep_unit
         with _failure_noted(unit):
             args, kwargs = before_forward(unit, self, args, kwargs)  # type: ignore[arg-type]
@@ -201,9 +201,7 @@ class ShardedModule(FSDPModule):
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         self._lockstep_unit.only_sums = enable
 
-    def set_reduce_scatter_unused_params(
-        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
-    ) -> None:
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Accepted; parameters that some ranks use and others do not are always reduced, and those of nobody never."""
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -231,8 +229,7 @@ class ShardedModule(FSDPModule):
                     f"cannot call set_allocate_memory_from_process_group() when {what} comm is custom: "
                     f"{type(comm).__name__}"
                 )
-        if enable:
-            raise NotImplementedError("Buffers from the process group's own allocator are not there yet.")
+        unit.uses_group_memory = enable
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         raise NotImplementedError("Symmetric memory for gathers is not there yet; leave this call out.")
@@ -293,6 +290,7 @@ def give_face(module: nn.Module, unit: Unit) -> None:
     object.__setattr__(module, "_lockstep_unit", unit)
     object.__setattr__(module, "_lockstep_paths", _paths(module, unit))
     make_known(unit)
+    torch_private.mark_as_sharded(module)
     module.__class__ = _classes[own]
 
 

@@ -5,8 +5,8 @@
     before_backward   gather again, start gathering what ran before
     after_backward    free
 
-[Note: recomputation]  A checkpoint runs the forward again inside the backward.  The unit is whole then if the backward has
-come to its outputs before; if not (the checkpoint is around the unit), it is an ordinary forward.
+[Note: recomputation]  A checkpoint runs the forward again inside the backward.  The unit is whole then if the
+backward has come to its outputs before; if not (the checkpoint is around the unit), it is an ordinary forward.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -38,7 +39,7 @@ class ShardedParameter:
         self.mesh = mesh
         self.dim = dim
         # Parameters of tensor parallelism are DTensors already: what is cut is the part of this rank.
-        self.whole_spec = torch_private.spec_of(parameter) if isinstance(parameter, DTensor) else None
+        self.whole_spec: Any = torch_private.spec_of(parameter) if isinstance(parameter, DTensor) else None
         local = torch_private.local_of(parameter) if self.whole_spec is not None else parameter
         self.shape = tuple(local.shape)
         self._refuse_what_cannot_be_cut(parameter, local)
@@ -65,7 +66,11 @@ class ShardedParameter:
         world, rank = self.mesh.world, self.mesh.rank
         chunks = local.chunk(world, self.dim)
         if rank < len(chunks):
-            mine = chunks[rank].contiguous() if local.is_meta else chunks[rank].clone(memory_format=torch.contiguous_format)
+            mine = (
+                chunks[rank].contiguous()
+                if local.is_meta
+                else chunks[rank].clone(memory_format=torch.contiguous_format)
+            )
         else:
             mine = local.narrow(self.dim, 0, 0).clone()
         mesh, placements = self._placements()
@@ -183,8 +188,6 @@ class ShardedParameter:
         spec = self.whole_spec
         if spec.tensor_meta is None or spec.tensor_meta.dtype == dtype:
             return spec
-        from dataclasses import replace
-
         return replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
 
     def follow_requires_grad(self) -> None:

@@ -1,12 +1,12 @@
 """The root: all units of one sharded model, the steps that reduce their gradients, and the order of their gathers.
 
-It is made when the outermost unit is first used, since ``fully_shard`` is called from the inside out.  Units on one mesh
-share a step (``engine/step.py``): a bucket for each unit and dtype, in the reverse of declaration order.
+It is made when the outermost unit is first used, since ``fully_shard`` is called from the inside out.  Units on one
+mesh share a step (``engine/step.py``): a bucket for each unit and dtype, in the reverse of declaration order.
 
-[Note: unused parameters]  In a sharded model a parameter may stay without a gradient in any step, on any rank: ranks tell
-each other which were used anywhere at the end of every window, those get a gradient (zeros are added where a rank has
-none), and the others keep none.  That costs one small exchange on the host, and makes every rank scatter every unit in
-every window, so that no rank waits for a scatter that another has no reason to start.
+[Note: unused parameters]  In a sharded model a parameter may stay without a gradient in any step, on any rank: ranks
+tell each other which were used anywhere at the end of every window, those get a gradient (zeros are added where a
+rank has none), and the others keep none.  That costs one small exchange on the host, and makes every rank scatter
+every unit in every window, so that no rank waits for a scatter that another has no reason to start.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep import torch_private
-from lockstep.engine.flight import Flight, Moment
+from lockstep.engine.flight import Flight, Landed, Moment, WorkFlight
 from lockstep.engine.transport import Transport
 from lockstep.shard.layout import FlatLayout, flat_layouts
 from lockstep.shard.parameter import ShardedParameter
@@ -175,6 +175,8 @@ class FlatStore:
                 return
             if self._is_direct and comm is None:
                 self._gathered = self._fill_memory()
+            elif isinstance(comm, GroupMemory):
+                self._gathered = comm.allocate_on(transport, self.layout.num_elements, self.dtype, self.device)
             elif comm is not None:
                 size = (self.layout.num_elements,)
                 self._gathered = comm.allocate(size, dtype=self.dtype, device=self.device)
@@ -194,7 +196,7 @@ class FlatStore:
             if not self._is_direct:
                 whole = self._fill_memory()
                 spread(self.layout, gathered, [torch_private.alias(whole, *cut.full) for cut in self.layout.cuts])
-            elif gathered.untyped_storage().data_ptr() != self._buffer.untyped_storage().data_ptr():  # type: ignore[union-attr]
+            elif self._buffer is not None and gathered.data_ptr() != self._buffer.data_ptr():
                 self._fill_memory().copy_(gathered)
 
     def free(self) -> None:
@@ -203,12 +205,17 @@ class FlatStore:
             self._buffer.untyped_storage().resize_(0)
 
 
+class GroupMemory:
+    """Buffers from the process group's own allocator, where its backend has one."""
+
+    def allocate_on(self, transport: Transport, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch_private.group_memory(transport.process_group, num_elements, dtype, device)
+
+
 def start_gather(transport: Transport, comm: Any, gathered: Tensor, mine: Tensor, name: str) -> Any:
     """Start an all-gather, by the program's own if it has one."""
-    if comm is None:
+    if comm is None or isinstance(comm, GroupMemory):
         return transport.start_all_gather(gathered, mine, name)
-    from lockstep.engine.flight import Landed, WorkFlight
-
     work = comm(gathered, mine, transport.process_group, True)
     return Landed() if work is None else WorkFlight(work, transport.blocks_host(mine.device))
 

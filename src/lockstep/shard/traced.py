@@ -1,11 +1,11 @@
 """A unit's forward as a compiler sees it: gathers in the graph, and its modules run on what was gathered.
 
-The compiler inlines this.  Parameters are set on the modules for as long as the forward is traced; whatever this touches
-becomes a guard of the graph, so it touches tensors, and tuples of numbers and names, and no objects that differ from
-block to block.
+The compiler inlines this.  Parameters are set on the modules for as long as the forward is traced; whatever this
+touches becomes a guard of the graph, so it touches tensors, and tuples of numbers and names, and no objects that differ
+from block to block.
 
-[Note: gathered again]  For a unit that is freed after its forward, the nodes of the gathering are marked as ones to make
-again in the backward, instead of keeping what they made: the mark that activation checkpointing leaves in a graph.
+[Note: gathered again]  For a unit that is freed after its forward, the nodes of the gathering are marked as ones to
+make again in the backward, instead of keeping what they made: the mark that activation checkpointing leaves in a graph.
 """
 
 from __future__ import annotations
@@ -20,13 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from lockstep import torch_private
 from lockstep.shard.nest import cast_floats
 
-
-def _gather(home: Tensor, anchor: Tensor, facts: Any, trains: bool) -> list[Tensor]:
-    num_elements, dtype, sizes, ndims = facts
-    if num_elements == 0:
-        return torch.ops.lockstep.whole(home, anchor, sizes, ndims, dtype, trains)
-    buffer = torch.ops.lockstep.gather(home, anchor.detach(), num_elements, dtype, trains)
-    return torch.ops.lockstep.gathered(buffer, anchor, sizes, ndims)
+Place = tuple[nn.Module, str, Any]  # who had which parameter under which name
 
 
 def traced_call(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -44,22 +38,6 @@ def traced_call(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kw
     return output
 
 
-def _put(module: Any, unit: Any, gathered: list[list[Tensor]]) -> list[tuple[nn.Module, str, Any]]:
-    """Let the modules have whole parameters; returns what they had."""
-    places = []
-    for path, name, number, position in module._lockstep_paths:
-        owner = _at(module, path)
-        whole = gathered[number][position]
-        places.append((owner, name, owner._parameters[name]))
-        owner._parameters[name] = whole if unit.stores[number].trains[position] else whole.detach()  # type: ignore[assignment]
-    return places
-
-
-def _put_back(places: list[tuple[nn.Module, str, Any]]) -> None:
-    for owner, name, registered in places:
-        owner._parameters[name] = registered
-
-
 def _gather_store(store: Any, again: bool) -> list[Tensor]:
     trains = torch.is_grad_enabled()
     anchor = store.anchor if True in store.trains else store.anchor.detach()
@@ -67,6 +45,43 @@ def _gather_store(store: Any, again: bool) -> list[Tensor]:
     if again and trains:
         torch_private.on_graph_so_far(_mark_last_gather)
     return whole
+
+
+def _gather(home: Tensor, anchor: Tensor, facts: Any, trains: bool) -> list[Tensor]:
+    num_elements, dtype, sizes, ndims = facts
+    if num_elements == 0:
+        return torch.ops.lockstep.whole(home, anchor, sizes, ndims, dtype, trains)
+    buffer = torch.ops.lockstep.gather(home, anchor.detach(), num_elements, dtype, trains)
+    return torch.ops.lockstep.gathered(buffer, anchor, sizes, ndims)
+
+
+# ---------------------------------------------------------------- parameters for the time of a forward
+
+
+def _put(module: Any, unit: Any, gathered: list[list[Tensor]]) -> list[Place]:
+    """Let the modules have whole parameters; returns what they had."""
+    places = []
+    for path, name, number, position in module._lockstep_paths:
+        owner = _at(module, path)
+        whole = gathered[number][position]
+        places.append((owner, name, owner._parameters[name]))
+        trains = unit.stores[number].trains[position]
+        owner._parameters[name] = whole if trains else whole.detach()  # type: ignore[assignment]
+    return places
+
+
+def _put_back(places: list[Place]) -> None:
+    for owner, name, registered in places:
+        owner._parameters[name] = registered
+
+
+def _at(module: nn.Module, path: tuple[str, ...]) -> nn.Module:
+    for name in path:
+        module = module._modules[name]  # type: ignore[assignment]
+    return module
+
+
+# ---------------------------------------------------------------- while it is traced
 
 
 def _mark_last_gather(context: Any) -> None:
@@ -80,12 +95,6 @@ def _mark_last_gather(context: Any) -> None:
 
 
 def _behind(node: Any, operator: Any) -> list[Any]:
-    """The node itself that this one waits for, and what it made of its input."""
+    """The node that this one waits for, and what was made for it."""
     starts = [found for found in node.all_input_nodes if found.target is operator]
     return starts + [key for start in starts for key in start.all_input_nodes if key.op == "call_method"]
-
-
-def _at(module: nn.Module, path: tuple[str, ...]) -> nn.Module:
-    for name in path:
-        module = module._modules[name]  # type: ignore[assignment]
-    return module

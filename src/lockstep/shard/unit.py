@@ -21,7 +21,7 @@ from lockstep import torch_private
 from lockstep.observe.timeline import now
 from lockstep.shard.mesh import Links, ShardMesh
 from lockstep.shard.parameter import ShardedParameter
-from lockstep.shard.store import FlatStore
+from lockstep.shard.store import FlatStore, GroupMemory
 
 if TYPE_CHECKING:
     from lockstep.shard.root import Root
@@ -87,6 +87,7 @@ class Unit:
         self.all_reduce_hook: Any = None
         self.all_reduce_hook_stream: Any = None
         self.max_scatter_inputs = 1
+        self.uses_group_memory = False
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
         self.order_positions: list[int] = []  # in the order of this step's forwards
@@ -156,9 +157,9 @@ class Unit:
             self._lay_out()
             return True
         for store in self.stores:
-            if any(replaced) or store.home is None or store.home.device != store.parameters[0].local.device:
-                if not any(p.local.is_meta for p in store.parameters):
-                    store.settle()
+            moved = store.home is None or store.home.device != store.parameters[0].local.device
+            if (any(replaced) or moved) and not any(p.local.is_meta for p in store.parameters):
+                store.settle()
         return False
 
     def require_real(self) -> None:
@@ -188,7 +189,8 @@ class Unit:
         self._versions = [store.versions for store in self.stores]
         with torch_private.RecordFunction(f"lockstep::gather {self.name}"):
             for number, store in enumerate(self.stores):
-                store.start(self.links.gather, self.gather_comm, f"gather of {self.name} ({number})")
+                comm = self.gather_comm or (GroupMemory() if self.uses_group_memory else None)
+                store.start(self.links.gather, comm, f"gather of {self.name} ({number})")
         self.residence = Residence.GATHERING
         self._note("gather", start)
 

@@ -130,8 +130,10 @@ _NAMES_BY_PART = {
     "profiler": ("RecordFunction",),
     "shards": (
         "dtensor_around",
+        "group_memory",
         "joined_mesh",
         "local_of",
+        "mark_as_sharded",
         "set_local",
         "spec_of",
         "strided_shard",

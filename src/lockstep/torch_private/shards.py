@@ -10,8 +10,10 @@ import torch
 
 __all__ = [
     "dtensor_around",
+    "group_memory",
     "joined_mesh",
     "local_of",
+    "mark_as_sharded",
     "set_local",
     "spec_of",
     "strided_shard",
@@ -53,3 +55,18 @@ def strided_shard(dim: int, split_factor: int) -> Any:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=split_factor)
+
+
+def mark_as_sharded(module: Any) -> None:
+    """Let torch's other functions of this kind (``replicate``) know that the module is looked after."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+
+    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+
+
+def group_memory(process_group: Any, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A buffer from the allocator of the group's backend, where it has one; there is no public way to ask it."""
+    backend = process_group._get_backend(device)
+    if backend.supports_tensor_alloc(device):
+        return backend.allocate_tensor(num_elements, dtype=dtype, device=device)  # type: ignore[no-any-return]
+    return torch.empty(num_elements, dtype=dtype, device=device)
