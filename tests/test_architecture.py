@@ -29,6 +29,7 @@ ALLOWED = {
     "settings": set(),
     "torch_private": set(),
     "version": set(),
+    "shard": {"plan", "engine", "agree", "observe"},
     "ddp": {"graph", "plan", "engine", "agree", "observe", "state_dict"},
 }
 COMMON = {"errors", "settings", "torch_private", "version"}
@@ -98,6 +99,7 @@ def test_the_public_names_are_frozen() -> None:
         "compile",
         "errors",
         "explain",
+        "fully_shard",
         "hooks",
         "install",
         "uninstall",

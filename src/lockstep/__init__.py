@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lockstep.observe.report import write_report
     from lockstep.observe.timeline import Timeline
     from lockstep.plan import Plan
+    from lockstep.shard import fully_shard
     from lockstep.state_dict import unwrap
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "compile",
     "errors",
     "explain",
+    "fully_shard",
     "hooks",
     "install",
     "uninstall",
@@ -50,6 +52,7 @@ _MODULE_OF = {
     "compile": "lockstep.compiling",
     "errors": "lockstep.errors",
     "explain": "lockstep.compiling",
+    "fully_shard": "lockstep.shard",
     "hooks": "lockstep.hooks",
     "unwrap": "lockstep.state_dict",
     "write_report": "lockstep.observe.report",

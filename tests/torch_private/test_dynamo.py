@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -240,3 +242,42 @@ def test_in_compiled_backward() -> None:
         (parameter * 2).sum().backward()
     assert seen == [False, True]
     assert not private.in_compiled_backward()
+
+
+def test_on_graph_so_far() -> None:
+    seen = []
+
+    def look(context: Any) -> None:
+        seen.append([node.op for node in context.graph().nodes])
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        private.on_graph_so_far(look)
+        return y.cos()
+
+    torch.compile(function, backend="eager", fullgraph=True)(torch.ones(2))
+    assert seen == [["placeholder", "call_method"]]
+    private.on_graph_so_far(look)
+    assert len(seen) == 1
+
+
+def test_with_effects_in_trace() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    values: dict[str, torch.Tensor | None] = {"x": None}
+
+    def put(value: torch.Tensor | None) -> None:
+        values["x"] = value
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        private.with_effects_in_trace(put, x)
+        y = values["x"].sin()
+        private.with_effects_in_trace(put, None)
+        return y
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(inner, x, use_reentrant=False)
+
+    x = torch.ones(2, requires_grad=True)
+    torch.compile(outer, backend="aot_eager", fullgraph=True)(x).sum().backward()
+    assert values == {"x": None}

@@ -115,7 +115,7 @@ def open_board(process_group: Any, kind: str = "wrappers") -> Board | None:
     except (RuntimeError, ValueError):
         return None  # a group that was not made by init_process_group brings no store along
     place = f"{process_group.group_name}/{kind}"
-    index = next(_wrap_counters.setdefault(place, count()))
+    index = next(_wrap_counters.setdefault(f"{place}/{process_group.rank()}", count()))  # ranks may be threads
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = f"lockstep/{attempt}/{place}/{index}"
     return Board(store, prefix, process_group.rank(), process_group.size())

@@ -37,9 +37,13 @@ _ONE_COLLECTIVE = (
 class Exchange(Protocol):
     # Whether the exchange of a sum is the sum of the exchanges: what came late may then be exchanged by itself.
     is_linear: bool
-    # Whether all collectives are issued when the exchange is started, and none when another one has ended.
-    keeps_order: bool
-    name: str
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether all collectives are issued when the exchange is started, and none when another one has ended."""
+
+    @property
+    def name(self) -> str: ...
 
     def scale(self, like: Tensor) -> float:
         """What gradients like this are multiplied with before they leave."""

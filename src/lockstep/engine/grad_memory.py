@@ -338,6 +338,10 @@ class GradMemory:
                 value.data = value.clone()
         return kept
 
+    def zeros(self, bucket: LiveBucket, dtype: torch.dtype) -> Tensor:
+        """What a rank sends that has nothing for a bucket."""
+        return torch.zeros(bucket.spec.num_elements, dtype=dtype, device=bucket.parameters[0].device)
+
     # ---------------------------------------------------------------- out of the buffer
 
     def hand_out(

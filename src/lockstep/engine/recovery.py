@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lockstep.engine.casts import MEETING_SECONDS
-from lockstep.engine.exchange import MeanExchange
 from lockstep.engine.states import State
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ def reset_together(step: SyncStep) -> None:
         sent = sent if step.state is not State.IDLE else 0
         key = f"reset {step.num_resets + 1}"
         told = watch.meet(key, "reset_sync_window()", str(sent), MEETING_SECONDS, patience_seconds=_PATIENCE_SECONDS)
-        if isinstance(reducer.exchange, MeanExchange):
+        if reducer.exchange.is_linear:
             _catch_up(step, sent, max(map(int, told.values())))
         control = step.closing.union.control
         if control is not None:

@@ -203,8 +203,7 @@ class Reducer:
         for other in dtypes[1:]:
             dtype = torch.promote_types(dtype, other)
         if not bucket.is_sparse:
-            zeros = torch.zeros(bucket.spec.num_elements, dtype=dtype, device=bucket.parameters[0].device)
-            flight = self.mean.start(bucket, zeros, is_last=False)
+            flight = self.exchange.start(bucket, self.memory.zeros(bucket, dtype), is_last=False)
             flight.land(self.transport.watch, partial(self.moment, bucket))
 
     def abandon(self, bucket: LiveBucket) -> None:

@@ -75,6 +75,24 @@ class Transport:
         work = torch_private.all_reduce(self.process_group, wire, op)
         return WorkFlight(work, self.blocks_host(tensor.device))
 
+    def start_all_gather(self, gathered: Tensor, mine: Tensor, name: str) -> WorkFlight:
+        """Start collecting everyone's ``mine``, in the order of ranks."""
+        gathered, mine = (torch.view_as_real(t) if t.is_complex() else t for t in (gathered, mine))
+        self._audit(name, mine)
+        # The newer name of the same; looked up here, since the older one will go.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        work = gather(gathered, mine, group=self.process_group, async_op=True)
+        return WorkFlight(work, self.blocks_host(mine.device))
+
+    def start_reduce_scatter(self, mine: Tensor, everyones: Tensor, *, mean: bool, name: str) -> WorkFlight:
+        """Start the sum or mean of ``everyones`` over the group, of which each rank gets its part."""
+        mine, everyones = (torch.view_as_real(t) if t.is_complex() else t for t in (mine, everyones))
+        self._audit(name, everyones)
+        op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        work = scatter(mine, everyones, op=op, group=self.process_group, async_op=True)
+        return WorkFlight(work, self.blocks_host(mine.device))
+
     def start_sparse_all_reduce(self, tensor: Tensor, name: str) -> WorkFlight:
         """Start the sum of a sparse tensor, on a backend that has one."""
         self._audit(name, tensor)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lockstep.torch_private.graphs import *
     from lockstep.torch_private.inductor import *
     from lockstep.torch_private.profiler import *
+    from lockstep.torch_private.shards import *
     from lockstep.torch_private.tensors import *
 
 _NAMES_BY_PART = {
@@ -88,10 +89,12 @@ _NAMES_BY_PART = {
         "is_compiled",
         "leave_frame_to_python",
         "leave_to_python",
+        "on_graph_so_far",
         "own_code",
         "recompile_reason",
         "split_reason",
         "stand_in_for_ddp_optimizer",
+        "with_effects_in_trace",
         "without_compiler",
     ),
     "fakes": (
@@ -126,6 +129,16 @@ _NAMES_BY_PART = {
         "inductor_setting",
     ),
     "profiler": ("RecordFunction",),
+    "shards": (
+        "dtensor_around",
+        "group_memory",
+        "joined_mesh",
+        "local_of",
+        "mark_as_sharded",
+        "set_local",
+        "spec_of",
+        "strided_shard",
+    ),
     "tensors": (
         "alias",
         "dtensor_like",

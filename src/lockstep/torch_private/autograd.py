@@ -92,13 +92,13 @@ def gradient_accumulator(parameter: torch.Tensor) -> Any | None:
     None where autograd is out of reach: inside an operator that a dispatch mode (a flop counter, say) has called.
     """
     with torch.enable_grad():
-        expanded = parameter.expand_as(parameter)
-        if expanded.grad_fn is None and parameter.requires_grad:
+        viewed = parameter.view_as(parameter)
+        if viewed.grad_fn is None and parameter.requires_grad:
             # Where an operator has turned autograd off for what it calls, as compiled graphs do in their first run.
             excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutogradCPU)
             with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
-                expanded = parameter.expand_as(parameter)
-    return None if expanded.grad_fn is None else expanded.grad_fn.next_functions[0][0]
+                viewed = parameter.view_as(parameter)
+    return None if viewed.grad_fn is None else viewed.grad_fn.next_functions[0][0]
 
 
 def preserve_version_counter(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:

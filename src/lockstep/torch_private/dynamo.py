@@ -21,10 +21,12 @@ __all__ = [
     "is_compiled",
     "leave_frame_to_python",
     "leave_to_python",
+    "on_graph_so_far",
     "own_code",
     "recompile_reason",
     "split_reason",
     "stand_in_for_ddp_optimizer",
+    "with_effects_in_trace",
     "without_compiler",
 ]
 
@@ -225,6 +227,26 @@ def split_reason(filename: str) -> Any:
 
     text = "Lockstep split the graph at a bucket of gradients, in the place of torch's DDPOptimizer."
     return GraphCompileReason(text, [traceback.FrameSummary(filename, 0, "SplitOptimizer")])
+
+
+def on_graph_so_far(change: Callable[[Any], None]) -> None:
+    """In a function that is being traced: call ``change`` with the graph as it is up to here; nothing otherwise.
+
+    Nodes can be marked in it, for which a traced program has no words of its own.
+    """
+    from torch._dynamo.comptime import comptime
+
+    comptime(change)
+
+
+def with_effects_in_trace(function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function``; where it is being traced, let it change objects from outside even within a checkpoint.
+
+    Dynamo refuses that there, since it cannot know that a change is undone before the checkpoint ends.
+    """
+    from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as call
+
+    return call(function, *args)
 
 
 def recompile_reason() -> str:

@@ -1,0 +1,227 @@
+"""The operators that compiled graphs call for a unit: they do what ``moments.py`` does where nothing is compiled.
+
+    gather(home, key, ...) -> buffer             start gathering the shards of all ranks
+    gathered(buffer, anchor, ...) -> parameters  wait, and make whole parameters of them
+    whole(home, anchor, ...) -> parameters       both, in a world of one
+    scatter(gradients, anchor) -> nothing much   the backward of the last two: the unit's gradients are there
+
+They are opaque to the compiler, and what they do is decided when they run: whether this pass synchronises, what the
+communication hook does, which process group it is.  So none of that needs another graph.
+
+[Note: anchor]  Gradients do not go through autograd.  The whole parameters come from an operator of which autograd
+follows only the anchor, a tensor of one element that each store has; its gradient is of no interest, but makes
+autograd run ``scatter`` when the gradients of all parameters of the unit are there, and only in a backward that ends
+in ``.grad``. The anchor also says which unit it is: one graph may serve all blocks of a model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep import torch_private
+from lockstep.engine.bucket import Slot
+from lockstep.engine.flight import Flight
+from lockstep.engine.states import Kind
+from lockstep.shard.root import Root, Team, root_of
+from lockstep.shard.store import FlatStore, spread, start_gather
+from lockstep.shard.unit import Unit
+
+# A CUDA graph must not record what is decided anew in each step.
+_TAGS = (torch.Tag.cudagraph_unsafe, torch.Tag.pt2_compliant_tag)
+
+_library = torch.library.Library("lockstep", "FRAGMENT")
+_library.define(
+    "gather(Tensor home, Tensor key, int num_elements, ScalarType dtype, bool trains) -> Tensor", tags=_TAGS
+)
+_library.define("gathered(Tensor buffer, Tensor anchor, int[] sizes, int[] ndims) -> Tensor[]", tags=_TAGS)
+_library.define(
+    "whole(Tensor home, Tensor anchor, int[] sizes, int[] ndims, ScalarType dtype, bool trains) -> Tensor[]", tags=_TAGS
+)
+_library.define("scatter(Tensor?[] grads, Tensor anchor) -> Tensor", tags=_TAGS)
+
+_stores: dict[int, tuple[weakref.ref[Unit], weakref.ref[FlatStore]]] = {}  # by the address of the anchor
+_flights: dict[int, Flight] = {}  # by the address of the buffer
+
+
+def make_known(unit: Unit) -> None:
+    """Let the operators find the stores of a unit."""
+    for store in unit.stores:
+        _stores[store.anchor.data_ptr()] = (weakref.ref(unit), weakref.ref(store))
+
+
+def _find(anchor: Tensor) -> tuple[Unit, FlatStore]:
+    found = _stores.get(anchor.data_ptr())
+    unit, store = (None, None) if found is None else (found[0](), found[1]())
+    if unit is None or store is None:
+        raise RuntimeError("A compiled graph ran for a unit that is no longer there; compile the model again.")
+    return unit, store
+
+
+# ---------------------------------------------------------------- forward, and again in the backward
+
+
+@torch.library.impl(_library, "gather", "CompositeExplicitAutograd")
+@torch_private.leave_to_python
+def _gather(home: Tensor, key: Tensor, num_elements: int, dtype: torch.dtype, trains: bool) -> Tensor:
+    unit, store = _find(key)
+    _note_forward(unit, store, trains)
+    mine = store.shard().to(device=store.device, dtype=dtype, non_blocking=True)
+    buffer = mine.new_empty(num_elements)
+    flight = start_gather(unit.links.gather, unit.gather_comm, buffer, mine, f"gather of {unit.name}")
+    _flights[buffer.data_ptr()] = flight
+    return buffer
+
+
+@torch.library.impl(_library, "gathered", "CompositeExplicitAutograd")
+@torch_private.leave_to_python
+def _gathered(buffer: Tensor, anchor: Tensor, sizes: list[int], ndims: list[int]) -> list[Tensor]:
+    unit, store = _find(anchor)
+    flight = _flights.pop(buffer.data_ptr(), None)
+    if flight is not None:
+        flight.land(unit.links.gather.watch, unit.moment)
+    whole = [buffer.new_empty(cut.spec.shape) for cut in store.layout.cuts]
+    spread(store.layout, buffer, whole)
+    return whole
+
+
+@torch.library.impl(_library, "whole", "CompositeExplicitAutograd")
+@torch_private.leave_to_python
+def _whole(
+    home: Tensor, anchor: Tensor, sizes: list[int], ndims: list[int], dtype: torch.dtype, trains: bool
+) -> list[Tensor]:
+    unit, store = _find(anchor)
+    _note_forward(unit, store, trains)
+    mine = store.shard()
+    whole = [torch.empty(cut.spec.shape, dtype=dtype, device=store.device) for cut in store.layout.cuts]
+    spread(store.layout, mine.to(device=store.device, dtype=dtype), whole)
+    return whole
+
+
+def _note_forward(unit: Unit, store: FlatStore, trains: bool) -> None:
+    root = root_of(unit)
+    if trains and not torch_private.in_backward():
+        _compare_with_graph(store)
+        unit.num_graph_forwards += 1
+        if not all(step.has_forward for step in root.steps):
+            root.note_forward()
+
+
+def _compare_with_graph(store: FlatStore) -> None:
+    """A graph computes gradients for what trained when it was traced; say so if more does now, before it runs."""
+    flags = store.flags()
+    if flags == store.trains:
+        return
+    more = [p.name for p, now, then in zip(store.parameters, flags, store.trains, strict=True) if now and not then]
+    store.trains = flags  # which the compiler guards on: it makes another graph the next time
+    if more:
+        raise RuntimeError(
+            f"These parameters train now, and did not when the model was compiled: {', '.join(more)}. Call the model "
+            "once more: it is compiled anew for them."
+        )
+
+
+def shapes_in(sizes: Sequence[int], ndims: Sequence[int]) -> list[list[int]]:
+    """The shapes that were written one behind the other."""
+    shapes, start = [], 0
+    for ndim in ndims:
+        shapes.append(list(sizes[start : start + ndim]))
+        start += ndim
+    return shapes
+
+
+@torch.library.register_fake("lockstep::gather", lib=_library)
+def _fake_gather(home: Tensor, key: Tensor, num_elements: int, dtype: torch.dtype, trains: bool) -> Tensor:
+    return torch.empty(num_elements, dtype=dtype, device=key.device)
+
+
+@torch.library.register_fake("lockstep::gathered", lib=_library)
+def _fake_gathered(buffer: Tensor, anchor: Tensor, sizes: list[int], ndims: list[int]) -> list[Tensor]:
+    return [buffer.new_empty(shape) for shape in shapes_in(sizes, ndims)]
+
+
+@torch.library.register_fake("lockstep::whole", lib=_library)
+def _fake_whole(
+    home: Tensor, anchor: Tensor, sizes: list[int], ndims: list[int], dtype: torch.dtype, trains: bool
+) -> list[Tensor]:
+    return [torch.empty(shape, dtype=dtype, device=anchor.device) for shape in shapes_in(sizes, ndims)]
+
+
+# ---------------------------------------------------------------- backward
+
+
+def _remember_anchor(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(inputs[1])
+    ctx.num_inputs = len(inputs)
+
+
+def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    (anchor,) = ctx.saved_tensors
+    result = torch.ops.lockstep.scatter(list(gradients), anchor)
+    return (None, result, *[None] * (ctx.num_inputs - 2))
+
+
+torch.library.register_autograd("lockstep::gathered", _backward, setup_context=_remember_anchor, lib=_library)
+torch.library.register_autograd("lockstep::whole", _backward, setup_context=_remember_anchor, lib=_library)
+
+
+@torch.library.register_fake("lockstep::scatter", lib=_library)
+def _fake_scatter(grads: list[Tensor | None], anchor: Tensor) -> Tensor:
+    return torch.empty_like(anchor)
+
+
+@torch.library.impl(_library, "scatter", "CompositeExplicitAutograd")
+@torch_private.leave_to_python
+def _scatter(grads: list[Tensor | None], anchor: Tensor) -> Tensor:
+    unit, store = _find(anchor)
+    root = root_of(unit)
+    accumulator = store.accumulator()
+    if accumulator is not None and torch_private.engine_will_run(accumulator):  # not torch.autograd.grad
+        _deliver(root, unit, store, grads)
+    return torch.zeros_like(anchor)
+
+
+def _deliver(root: Root, unit: Unit, store: FlatStore, gradients: Sequence[Tensor | None]) -> None:
+    team = root.team_of(unit)
+    step = team.step
+    with step.lane.lock:
+        root.note_backward()
+        slots, coming = _of_slots(team, store, gradients)
+        if not slots:
+            return
+        if not step.is_in_pass:
+            step.lane.begin(step)
+        bucket = slots[0].bucket
+        num_due = max(1, unit.num_graph_forwards)
+        unit.num_graph_forwards = 0
+        if not step.syncs or bucket.has_left or step.kind is Kind.FOLLOW_UP:
+            for slot, gradient in zip(slots, coming, strict=True):
+                team.memory.accumulate(slot, gradient)
+                step.intake.deliver(slot)
+            return
+        step.intake.flush_deferred()
+        try:
+            if bucket.num_due == 0:
+                for _ in range(num_due):
+                    step.intake.expect_delivery(bucket, slots)
+            step.intake.take_delivery(bucket, slots, coming)
+        except Exception as error:
+            step.tell_peers(error)
+            raise
+
+
+def _of_slots(team: Team, store: FlatStore, gradients: Sequence[Tensor | None]) -> tuple[list[Slot], list[Tensor]]:
+    """The gradients that there are, and whose they are."""
+    slots: list[Slot] = []
+    coming: list[Tensor] = []
+    for parameter, gradient in zip(store.parameters, gradients, strict=True):
+        slot = team.slots.get(parameter.name)
+        if gradient is not None and slot is not None and parameter.sharded.requires_grad:
+            slots.append(slot)
+            coming.append(gradient)
+    return slots, coming

@@ -1,0 +1,187 @@
+"""Whose memory gradients of a sharded model lie in.
+
+Autograd adds whole gradients to ``.grad`` of the whole parameters.  They are packed as they are scattered, rank by
+rank, and what comes back is added to ``.grad`` of the shards, which is a DTensor.  A window's gradients are added to
+what is there, as autograd does; a pass that does not synchronise leaves whole gradients behind, as with a replicated
+model.
+
+[Note: kept in the reduction's dtype]  Gradients that wait for a later pass are added up in the dtype in which they
+will be reduced: in their buffer, if that is another dtype than autograd's.
+
+The engine calls this where it would call its own ``GradMemory``; what each method is for is said there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep import torch_private
+from lockstep.engine.bucket import LiveBucket, Slot, local_tensor
+from lockstep.engine.grad_memory import GradMemory, GradOwnership
+from lockstep.shard.exchange import Load
+from lockstep.shard.layout import Cut, Piece
+from lockstep.shard.parameter import ShardedParameter
+
+
+class ShardMemory(GradMemory):
+    """Moves gradients from whole parameters into flat buffers, and from those to the shards."""
+
+    def __init__(self) -> None:
+        super().__init__(GradOwnership.ALIAS)
+        self.loads: list[Load] = []
+        self.divides = True  # unless a communication hook does
+        self._places: dict[Slot, tuple[ShardedParameter, Cut, tuple[Piece, ...]]] = {}
+
+    def use(self, loads: Sequence[Load], slots: Mapping[str, Slot]) -> None:
+        """Go by another plan."""
+        self.loads = list(loads)
+        self._places = {
+            slots[cut.name]: (parameter, cut, pieces)
+            for load in loads
+            for parameter, cut, pieces in zip(load.parameters, load.layout.cuts, load.layout.pieces, strict=True)
+        }
+
+    def travel_dtype(self, bucket: LiveBucket) -> torch.dtype:
+        dtype = bucket.travel_dtype()
+        wanted = self.loads[bucket.index].unit.wants_reduce_dtype
+        return wanted if wanted is not None and dtype.is_floating_point else dtype
+
+    # ---------------------------------------------------------------- into the buffer
+
+    def stage(self, slot: Slot, gradient: Tensor | None, scale: float) -> None:
+        """Nothing: whole gradients leave soon, with their unit."""
+
+    def put(self, slot: Slot, gradient: Tensor, scale: float) -> None:
+        flat = self._buffer_of(slot.bucket)
+        self._move([slot], [gradient], flat)
+        self._mark_taken(slot.bucket, [slot])
+
+    def fold(self, slot: Slot, scale: float) -> None:
+        late = slot.parameter.grad
+        if late is not None:
+            self.put(slot, late, scale)
+            slot.parameter.grad = None
+
+    def absorb(self, bucket: LiveBucket, slots: Sequence[Slot], gradients: Sequence[Tensor], scale: float) -> None:
+        flat = self._buffer_of(bucket)
+        self._move(slots, gradients, flat)
+        self._mark_taken(bucket, slots)
+        for slot in slots:
+            self.fold(slot, scale)
+
+    def pack(self, bucket: LiveBucket, gradients: Sequence[Tensor | None], scale: float, *, takes: bool) -> Tensor:
+        flat = self._buffer_of(bucket)
+        coming = [(slot, g) for slot, g in zip(bucket.slots, gradients, strict=True) if g is not None]
+        self._move([slot for slot, _ in coming], [g for _, g in coming], flat)
+        for slot, gradient in zip(bucket.slots, gradients, strict=True):
+            if gradient is None and not slot.is_taken:
+                for piece in self._places[slot][2]:
+                    torch_private.alias(flat, *piece.ranked).zero_()
+            elif takes:
+                slot.parameter.grad = None
+        self._mark_taken(bucket, bucket.slots)
+        return flat
+
+    def _buffer_of(self, bucket: LiveBucket) -> Tensor:
+        """The flat buffer; what it is padded with is zero, and the rest is written before it leaves."""
+        if bucket.flat is None:
+            load = self.loads[bucket.index]
+            make = torch.zeros if load.layout.has_padding else torch.empty
+            bucket.flat = make(load.layout.num_elements, dtype=self.travel_dtype(bucket), device=load.unit.device)
+        return bucket.flat
+
+    def zeros(self, bucket: LiveBucket, dtype: torch.dtype) -> Tensor:
+        load = self.loads[bucket.index]
+        return torch.zeros(load.layout.num_elements, dtype=self.travel_dtype(bucket), device=load.unit.device)
+
+    def _move(self, slots: Sequence[Slot], gradients: Sequence[Tensor], flat: Tensor) -> None:
+        """Add gradients to the buffer, or copy them where it is still empty."""
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        with torch.no_grad():
+            for slot, gradient in zip(slots, gradients, strict=True):
+                local = local_tensor(gradient).detach()
+                if not local.is_contiguous():
+                    local = local.contiguous()
+                scale = self.loads[slot.bucket.index].scale(flat) if self.divides else 1.0
+                for piece in self._places[slot][2]:
+                    source = torch_private.alias(local, *piece.full)
+                    target = torch_private.alias(flat, *piece.ranked)
+                    if slot.is_taken:
+                        target.add_(source, alpha=scale)
+                    elif scale != 1.0 and source.dtype is target.dtype:
+                        torch.mul(source, scale, out=target)
+                    elif scale != 1.0:
+                        target.copy_(source).mul_(scale)
+                    else:
+                        targets.append(target)
+                        sources.append(source)
+            if targets:
+                torch_private.foreach_copy(targets, sources)
+
+    def keep(self, bucket: LiveBucket) -> None:
+        """After a pass that does not synchronise: see [Note: kept in the reduction's dtype]."""
+        if bucket.travel_dtype() is self.travel_dtype(bucket):
+            return
+        for slot in bucket.slots:
+            self.fold(slot, 1.0)
+
+    # ---------------------------------------------------------------- out of the buffer
+
+    def hand_out(
+        self,
+        bucket: LiveBucket,
+        is_used: Callable[[Slot], bool] | None = None,
+        *,
+        in_place: bool = False,
+        into: Mapping[Slot, Tensor] | None = None,
+    ) -> None:
+        flat, load = bucket.flat, self.loads[bucket.index]
+        if flat is None:
+            return
+        if load.is_kept:
+            return  # it stays in its buffer for a later window
+        if load.partial is None:
+            with torch.no_grad():
+                for slot in bucket.slots:
+                    if slot.parameter.requires_grad and (is_used is None or is_used(slot)):
+                        self._give(slot, load, flat)
+        for slot in bucket.slots:
+            slot.dirty = False
+        bucket.forget_buffer()
+
+    def _give(self, slot: Slot, load: Load, flat: Tensor) -> None:
+        parameter, cut, _ = self._places[slot]
+        value = torch_private.alias(flat, *cut.shard(load.unit.mesh.rank))
+        sharded = parameter.sharded
+        local = parameter.local
+        if value.dtype is not local.dtype or value.device != local.device:
+            value = value.to(device=local.device, dtype=local.dtype)
+        if sharded.grad is None:
+            sharded.grad = torch_private.dtensor_around(value, torch_private.spec_of(sharded))
+        else:
+            torch_private.local_of(sharded.grad).add_(value)
+        for hook in (torch_private.hooks_after(sharded) or {}).values():
+            hook(sharded)
+
+    def add(self, bucket: LiveBucket) -> None:
+        """Add what came late: the shards' gradients are added to anyway."""
+        self.hand_out(bucket)
+
+    def set(self, slot: Slot, gradient: Tensor | None) -> None:
+        slot.parameter.grad = gradient
+
+    # ---------------------------------------------------------------- when a window is abandoned
+
+    def give_back(self, bucket: LiveBucket, scale: float) -> None:
+        """Forget what was under way: a gradient that was scattered cannot be had back."""
+        for slot in bucket.slots:
+            slot.parameter.grad = None
+            slot.dirty = False
+        load: Any = self.loads[bucket.index]
+        load.partial = None
+        bucket.forget_buffer()

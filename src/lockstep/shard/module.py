@@ -1,0 +1,326 @@
+"""The face of a sharded module: torch's ``FSDPModule``, by the same names.
+
+``fully_shard`` gives a module a class of its own that is both this one and the module's.  Calling it gathers, runs
+and frees; where a compiler traces the call, the same is put into its graph (``traced.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, UnshardHandle
+
+from lockstep import torch_private
+from lockstep.shard.graph_ops import make_known
+from lockstep.shard.layout import ShardPlan
+from lockstep.shard.moments import after_forward, before_forward
+from lockstep.shard.root import Root, plan_of, root_of, units_in
+from lockstep.shard.traced import traced_call
+from lockstep.shard.unit import Unit
+
+
+class ShardedModule(FSDPModule):
+    """What every module that was given to ``fully_shard`` is."""
+
+    # torch finds the module's own class by its place; there is one class more here.
+    _orig_cls_mro_index = 3
+    _lockstep_unit: Unit
+    _lockstep_paths: tuple[tuple[tuple[str, ...], str, int, int], ...]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make the module's own class: slicing a sharded ``Sequential`` gives a plain one."""
+        own: Any = cls.__mro__[cls._orig_cls_mro_index]
+        made = own.__new__(own)
+        made.__init__(*args, **kwargs)
+        return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return traced_call(self, super().__call__, args, kwargs)  # type: ignore[misc]
+        unit = self._lockstep_unit
+        with _failure_noted(unit):
+            args, kwargs = before_forward(unit, self, args, kwargs)  # type: ignore[arg-type]
+            output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+            return after_forward(unit, self, output)  # type: ignore[arg-type]
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """What ``.to()``, ``.to_empty()`` and the like come down to: it acts on the shards."""
+        units = [unit for _, unit in units_in(self)]  # type: ignore[arg-type]
+        for unit in units:
+            unit.reshard()
+        result = super(FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+        self._follow(units)
+        return result
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load into the shards, whatever was gathered."""
+        units = [unit for _, unit in units_in(self)]  # type: ignore[arg-type]
+        for unit in units:
+            unit.reshard()
+        result = super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        self._follow(units)
+        return result
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The shards, as DTensors, under the plain model's names."""
+        for _, unit in units_in(self):  # type: ignore[arg-type]
+            unit.reshard()
+        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    @staticmethod
+    def _follow(units: Sequence[Unit]) -> None:
+        changed = [unit.follow_modules() for unit in units]
+        if any(changed) and units[0].root is not None:
+            units[0].root.plan_anew()
+
+    # ---------------------------------------------------------------- what there is to see
+
+    @property
+    def plan(self) -> ShardPlan:
+        """How the model is cut: print it."""
+        units = [unit for _, unit in units_in(self)]  # type: ignore[arg-type]
+        return plan_of(units)
+
+    @property
+    def _root(self) -> Root:
+        return root_of(self._lockstep_unit)
+
+    def _get_fsdp_state(self) -> Any:
+        """What torch's own code asks a sharded module for."""
+        return self._lockstep_unit
+
+    def _units(self, recurse: bool = True) -> list[Unit]:
+        return [unit for _, unit in units_in(self)] if recurse else [self._lockstep_unit]  # type: ignore[arg-type]
+
+    # ---------------------------------------------------------------- gather and free
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's own parameters (not those of units inside)."""
+        unit = self._lockstep_unit
+        unit.refresh()
+        unit.start_gather()
+        handle = _Handle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this module's own whole parameters (not those of units inside)."""
+        self._lockstep_unit.reshard()
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
+        for unit in self._units(recurse):
+            unit.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        for unit in self._units(recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        self._lockstep_unit.gathers_in_backward = unshard_in_backward
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        self._lockstep_unit.forward_prefetch = _units_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        self._lockstep_unit.backward_prefetch = _units_of(modules)
+
+    # ---------------------------------------------------------------- when gradients are synchronised
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        for unit in self._units(recurse):
+            unit.syncs = unit.all_reduces = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        for unit in self._units(recurse):
+            unit.all_reduces = requires_all_reduce
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Accepted; every backward that synchronises ends with its gradients reduced, so there is nothing to wait for."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within this context, gradients add up locally; the first backward outside reduces all of them."""
+        units = self._units()
+        before = [(unit.syncs, unit.all_reduces) for unit in units]
+        for unit in units:
+            unit.syncs = False
+        try:
+            yield
+        finally:
+            for unit, (unit.syncs, unit.all_reduces) in zip(units, before, strict=True):
+                pass
+
+    def reset_iter_state(self) -> None:
+        """Forget a step that raised, on all ranks; its gradients are lost."""
+        unit = self._lockstep_unit
+        if unit.parent is not None:
+            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
+        if unit.root is not None:
+            unit.root.reset()
+
+    # ---------------------------------------------------------------- how gradients travel
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let ``hook(state, bucket)`` reduce the whole gradients of each unit; this rank takes its shard of the result.
+
+        The hook is one for a replicated model: it returns a future of the reduced buffer, and divides itself.
+        """
+        name = getattr(hook, "__qualname__", type(hook).__qualname__)
+        for team in self._root.teams:
+            team.set_comm_hook(state, hook, name)
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        unit = self._lockstep_unit
+        if stream is not None:
+            raise NotImplementedError("set_all_reduce_hook(stream=...): the hook runs on the current stream here.")
+        unit.all_reduce_hook = hook
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        self._lockstep_unit.gather_comm = comm
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        self._lockstep_unit.scatter_comm = comm
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        self._lockstep_unit.divisor = factor
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        self._lockstep_unit.only_sums = enable
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Accepted; parameters that some ranks use and others do not are always reduced, and those of nobody never."""
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        for unit in self._units(recurse):
+            unit.max_scatter_inputs = max_input_buffers
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Scatter on a group of its own, which is the default here, or on the one that gathers."""
+        for unit in self._units(recurse):
+            root_of(unit)
+            unit.links.use_own_scatter_group(enable)
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Accepted; gathers are queued behind the current stream, which the optimizer runs on."""
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        unit = self._lockstep_unit
+        for what, comm in (("all gather", unit.gather_comm), ("reduce scatter", unit.scatter_comm)):
+            if comm is not None:
+                raise AssertionError(
+                    f"cannot call set_allocate_memory_from_process_group() when {what} comm is custom: "
+                    f"{type(comm).__name__}"
+                )
+        unit.uses_group_memory = enable
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        raise NotImplementedError("Symmetric memory for gathers is not there yet; leave this call out.")
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted; gathers are always asynchronous here."""
+
+
+@contextmanager
+def _failure_noted(unit: Unit) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        if "mixed torch.Tensor and DTensor" in str(error) and unit.parent is None:
+            error.add_note(_read_while_sharded(unit))
+        if unit.root is not None and unit.root.running is not None and not torch_private.in_backward():
+            unit.root.fail_forward()
+        raise
+
+
+def _read_while_sharded(unit: Unit) -> str:
+    units = [] if unit.root is None else unit.root.units
+    names = [p.name for inner in units if not inner.is_full for p in inner.parameters]
+    return (
+        "lockstep: a parameter was read while it is sharded, outside of the forward of the module that has it. These are "
+        f"sharded now: {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}. Call the module that has it, or "
+        "unshard() it before."
+    )
+
+
+class _Handle(UnshardHandle):
+    """What ``unshard(async_op=True)`` returns."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        if self._unit is not None:
+            self._unit.wait()
+            self._unit = None
+
+
+def _units_of(modules: Sequence[Any]) -> list[Unit]:
+    for module in modules:
+        if not isinstance(module, ShardedModule):
+            raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
+    return [module._lockstep_unit for module in modules]
+
+
+_classes: dict[type, type] = {}
+
+
+def give_face(module: nn.Module, unit: Unit) -> None:
+    """Make ``module`` a sharded one, in place."""
+    own = type(module)
+    if own not in _classes:
+        _classes[own] = type(f"FSDP{own.__name__}", (ShardedModule, own), {})
+    object.__setattr__(module, "_lockstep_unit", unit)
+    object.__setattr__(module, "_lockstep_paths", _paths(module, unit))
+    make_known(unit)
+    torch_private.mark_as_sharded(module)
+    module.__class__ = _classes[own]
+
+
+def _paths(module: nn.Module, unit: Unit) -> tuple[tuple[tuple[str, ...], str, int, int], ...]:
+    """For each place where a module inside has a parameter of the unit: the way there, its name, store and number."""
+    ways = {id(child): tuple(name.split(".")) if name else () for name, child in module.named_modules()}
+    paths = []
+    for number, store in enumerate(unit.stores):
+        for position, parameter in enumerate(store.parameters):
+            for reference, name in parameter.owners:
+                way = ways.get(id(reference()))
+                if way is not None:
+                    paths.append((way, name, number, position))
+    return tuple(paths)
+
+
+def register_forward_method(module: nn.Module, method_name: str) -> None:
+    """See ``torch.distributed.fsdp.register_fsdp_forward_method``; a module that is not sharded is left alone."""
+    if not isinstance(module, ShardedModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
+    method = getattr(module, method_name)
+
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return traced_call(module, method, args, kwargs)
+        unit = module._lockstep_unit
+        with _failure_noted(unit):
+            args, kwargs = before_forward(unit, module, args, kwargs)
+            return after_forward(unit, module, method(*args, **kwargs))
+
+    object.__setattr__(module, method_name, gathered)

@@ -1,0 +1,160 @@
+"""The moments of a unit in a step: before and after its forward, before and after its backward.
+
+    before_forward    gather, start gathering what runs next; have autograd tell when the backward has left the inputs
+    after_forward     free; have autograd tell when the backward comes to the outputs
+    before_backward   gather again, start gathering what ran before
+    after_backward    free
+
+[Note: recomputation]  A checkpoint runs the forward again inside the backward.  The unit is whole then if the
+backward has come to its outputs before; if not (the checkpoint is around the unit), it is an ordinary forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep import torch_private
+from lockstep.engine.used import find_tensors
+from lockstep.shard.nest import cast_floats, map_tensors
+from lockstep.shard.root import root_of
+from lockstep.shard.unit import Phase, Unit
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@torch_private.leave_to_python
+def before_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    root = root_of(unit)
+    if unit.phase is Phase.BACKWARD:  # see [Note: recomputation]
+        unit.wait()
+        return _cast_inputs(unit, args, kwargs)
+    is_first = unit.phase is not Phase.FORWARD
+    if root.running is None:
+        args, kwargs = _move_inputs(unit, args, kwargs)
+        root.begin_forward(unit)
+    if is_first and unit.num_modules > 1:
+        unit.modules_to_run = set(unit.modules)
+    unit.phase = Phase.FORWARD
+    args, kwargs = _cast_inputs(unit, args, kwargs)
+    if not torch_private.in_backward():
+        unit.refresh()
+    unit.wait()
+    if is_first:
+        for following in root.next_in_forward(unit):
+            if following is not unit and not torch_private.in_backward():
+                following.start_gather()
+    return _watch_inputs(unit, args, kwargs)
+
+
+@torch_private.leave_to_python
+def after_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
+    root = root_of(unit)
+    if unit.phase is Phase.BACKWARD:
+        return _cast_output(unit, output)
+    if unit.num_modules > 1:
+        unit.modules_to_run.discard(module)
+    if not unit.modules_to_run:
+        unit.phase = Phase.IDLE
+        root.note_ran(unit)
+        if unit.frees_after_forward:
+            unit.reshard()
+    output = _cast_output(unit, output)
+    if torch.is_grad_enabled():
+        for tensor in find_tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(_Before(unit))
+    if root.running is unit and not unit.modules_to_run:
+        for other in root.units:
+            if other.modules_to_run:  # only some of its modules have run
+                other.modules_to_run.clear()
+                other.phase = Phase.IDLE
+                root.note_ran(other)
+                if other.frees_after_forward:
+                    other.reshard()
+        root.end_forward(output)
+    return output
+
+
+class _Before:
+    """The hook on an output; an object, so that it has a name in traces of autograd."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def __call__(self, gradient: Tensor) -> None:
+        _before_backward(self._unit)
+
+
+@torch_private.leave_to_python
+def _before_backward(unit: Unit) -> None:
+    root = root_of(unit)
+    root.note_backward()
+    if unit.phase is Phase.BACKWARD and unit.is_full:
+        return
+    unit.phase = Phase.BACKWARD
+    with torch_private.RecordFunction(f"lockstep::before_backward {unit.name}"):
+        if unit.gathers_in_backward:
+            unit.wait()
+        for following in root.next_in_backward(unit):
+            if following.gathers_in_backward:
+                following.start_gather()
+
+
+@torch_private.leave_to_python
+def _after_backward(unit: Unit) -> None:
+    unit.phase = Phase.IDLE
+    if unit.reshard_after_backward:
+        unit.reshard()
+
+
+class _After(torch.autograd.Function):
+    """The identity on a unit's inputs; its backward runs when all of the unit's backward has run."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.unit = unit
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        _after_backward(ctx.unit)
+        return (None, *gradients)
+
+
+def _watch_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    if not torch.is_grad_enabled():
+        return args, kwargs
+    watched = [t for t in find_tensors((args, kwargs)) if t.requires_grad]
+    if not watched:
+        return args, kwargs
+    outputs = iter(_After.apply(unit, *watched))
+    by_id: dict[int, Tensor] = {id(t): o for t, o in zip(watched, outputs, strict=True)}
+
+    def exchange(tensor: Tensor) -> Tensor:
+        return by_id.get(id(tensor), tensor)
+
+    return map_tensors(exchange, args), map_tensors(exchange, kwargs)
+
+
+def _cast_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    policy = unit.policy
+    if not policy.cast_forward_inputs or policy.param_dtype is None:
+        return args, kwargs
+    return cast_floats(policy.param_dtype, args), cast_floats(policy.param_dtype, kwargs)
+
+
+def _cast_output(unit: Unit, output: Any) -> Any:
+    dtype = unit.policy.output_dtype
+    return output if dtype is None else cast_floats(dtype, output)
+
+
+def _move_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """As torch does, for the outermost unit only."""
+    if unit.device.type == "cpu":
+        return args, kwargs
+    (moved,), (moved_kwargs,) = torch_private.inputs_to_device(args, kwargs, unit.device, False)
+    return moved, moved_kwargs

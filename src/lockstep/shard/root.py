@@ -1,0 +1,391 @@
+"""The root: all units of one sharded model, the steps that reduce their gradients, and the order of their gathers.
+
+It is made when the outermost unit is first used, since ``fully_shard`` is called from the inside out.  Units on one
+mesh share a step (``engine/step.py``): a bucket for each unit and dtype, in the reverse of declaration order.
+
+[Note: unused parameters]  In a sharded model a parameter may stay without a gradient in any step, on any rank: ranks
+tell each other which were used anywhere at the end of every window, those get a gradient (zeros are added where a
+rank has none), and the others keep none.  That costs one small exchange on the host, and makes every rank scatter
+every unit in every window, so that no rank waits for a scatter that another has no reason to start.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep import errors, torch_private
+from lockstep.agree.board import Board, open_board
+from lockstep.agree.control import control_of
+from lockstep.agree.watch import Watch
+from lockstep.engine import step_guard
+from lockstep.engine.bucket import Slot
+from lockstep.engine.feeders.hooks import HookFeeder
+from lockstep.engine.lane import lane_of
+from lockstep.engine.recovery import reset_together
+from lockstep.engine.reducer import Reducer
+from lockstep.engine.step import SyncStep
+from lockstep.engine.union import Union
+from lockstep.engine.used import find_tensors, parameters_reached_from
+from lockstep.observe.timeline import Timeline
+from lockstep.plan import Bucket, BucketCaps, ParameterSpec, Plan
+from lockstep.settings import agreement_timeout
+from lockstep.shard.exchange import HookExchange, Load, ScatterExchange
+from lockstep.shard.layout import ShardPlan, UnitLayout, flat_layouts
+from lockstep.shard.memory import ShardMemory
+from lockstep.shard.mesh import Links, whole_group
+from lockstep.shard.unit import Phase, Unit
+
+
+class Team:
+    """The units of a root that are on one mesh, and the step that reduces their gradients."""
+
+    def __init__(self, root: Root, units: Sequence[Unit]) -> None:
+        self.units = list(units)
+        mesh = units[0].mesh
+        group = whole_group(mesh)
+        self.board: Board | None = open_board(group, "sharded models")
+        self.watch = Watch(self.board, group.rank())
+        for unit in units:
+            unit.links = Links(unit.mesh, self.watch)
+        self.memory = ShardMemory()
+        plan, slots, loads = self._plan()
+        self.slots = {slot.name: slot for slot in slots}
+        self.memory.use(loads, self.slots)
+        reducer = Reducer(plan, slots, units[0].links.scatter, self.memory, root.timeline)
+        self.exchange: ScatterExchange | HookExchange = ScatterExchange(reducer.transport, loads)
+        reducer.exchange = self.exchange
+        control = control_of(group) if mesh.world * mesh.num_replicas > 1 else None
+        name = "sharded model" if self.board is None else self.board.name
+        me = weakref.ref(self)
+        self.step = SyncStep(
+            reducer,
+            lane_of(group),
+            Union(control, name, "step"),
+            wants_sync=lambda: (team := me()) is not None and any(unit.syncs for unit in team.units),
+            finds_unused=True,
+        )
+        self.step.after_pass = self._after_pass_of(me)
+        self.hooks = HookFeeder(self.step)
+        self.had_unused = False
+        step_guard.watch(self.step)
+
+    @staticmethod
+    def _after_pass_of(me: weakref.ref[Team]) -> Any:
+        def after_pass() -> None:
+            team = me()
+            if team is not None and not team.step.syncs:
+                for bucket in team.step.reducer.buckets:
+                    team.memory.keep(bucket)
+
+        return after_pass
+
+    def _plan(self) -> tuple[Plan, list[Slot], list[Load]]:
+        slots: list[Slot] = []
+        loads: list[Load] = []
+        buckets: list[Bucket] = []
+        for unit in self.units:
+            for store in unit.stores:
+                store.make_whole()
+                for parameter in store.parameters:
+                    assert parameter.full is not None
+                    parameter.follow_requires_grad()
+                    if parameter.sharded.requires_grad:
+                        slots.append(Slot(parameter.name, parameter.full, parameter.owner_name, len(slots)))
+        for unit in reversed(self.units):
+            for store in unit.stores:
+                training = [p for p in store.parameters if p.sharded.requires_grad]
+                if not training:
+                    continue
+                (layout,) = flat_layouts([p.spec for p in training], unit.mesh.world)
+                loads.append(Load(unit, training, layout))
+                specs = tuple(
+                    ParameterSpec(p.name, p.shape, p.spec.dtype, p.spec.itemsize, f"{unit.device.type}:0")
+                    for p in training
+                )
+                buckets.append(Bucket(len(buckets), specs))
+        return Plan(tuple(buckets), BucketCaps(), "units"), slots, loads
+
+    def plan_anew(self) -> None:
+        """Take up parameters that were frozen, unfrozen, replaced or cast, between windows."""
+        self.hooks.detach()
+        self.step.reset()
+        plan, slots, loads = self._plan()
+        self.slots = {slot.name: slot for slot in slots}
+        self.memory.use(loads, self.slots)
+        self.step.reducer.use_plan(plan, slots)
+        self.exchange.loads = list(loads)
+        self.step.rebuild()
+        self.hooks.attach()
+
+    def set_comm_hook(self, state: Any, hook: Any, name: str) -> None:
+        reducer = self.step.reducer
+        if isinstance(self.exchange, HookExchange):
+            raise RuntimeError("register_comm_hook can only be called once; write one hook that does both.")
+        replicas = [unit.name for unit in self.units if unit.links.replicas is not None]
+        if replicas:
+            raise NotImplementedError("A communication hook together with replicas (a 2D mesh) is not there yet.")
+        self.memory.divides = False
+        self.exchange = reducer.exchange = HookExchange(reducer.transport, self.memory.loads, state, hook, name)
+
+    def compare(self, plan: ShardPlan) -> None:
+        """Raise on all ranks if they do not shard the same model in the same way."""
+        if self.board is None:
+            return
+        told = self.watch.gather("plan of shards", f"{plan.digest}\n{plan}", agreement_timeout())
+        if len({text.split("\n")[0] for text in told.values()}) > 1:
+            shown = {rank: text.split("\n")[1] for rank, text in told.items()}
+            raise errors.Disagreement(
+                f"Ranks shard different models, or the same one differently:\n{errors.rank_table(shown)}\n"
+                + _first_difference(told)
+                + "Fix: call fully_shard on the same modules with the same options on every rank.",
+                shown,
+            )
+
+
+class Root:
+    """A sharded model, from its outermost unit down."""
+
+    def __init__(self, top: Unit, units: Sequence[Unit]) -> None:
+        self.units = list(units)
+        self.timeline = Timeline(torch_private.default_group().rank())
+        self.running: Unit | None = None  # the outermost unit of the forward that is running
+        self.num_failed = 0
+        self.order: list[Unit] = []  # in which units ran in the last forwards, for the backward
+        self._last_order: list[Unit] = []
+        self._this_order: list[Unit] = []
+        self._is_end_queued = False
+        self._requires_grad = self._flags()
+        for number, unit in enumerate(units):
+            unit.root, unit.index = self, number
+        by_mesh: dict[Any, list[Unit]] = {}
+        for unit in units:
+            if unit.parameters:
+                by_mesh.setdefault(unit.mesh.mesh, []).append(unit)
+        self.teams = [Team(self, members) for members in by_mesh.values()]
+        plan = self.plan
+        for team in self.teams:
+            team.compare(plan)
+            # The hooks on the parameters must not outlive the model.
+            weakref.finalize(top.first_module(), team.hooks.detach)
+
+    @property
+    def plan(self) -> ShardPlan:
+        return plan_of(self.units)
+
+    def team_of(self, unit: Unit) -> Team:
+        return next(team for team in self.teams if unit in team.units)
+
+    @property
+    def steps(self) -> list[SyncStep]:
+        return [team.step for team in self.teams]
+
+    def _flags(self) -> list[bool]:
+        return [p.sharded.requires_grad for unit in self.units for p in unit.parameters]
+
+    def dissolve(self) -> None:
+        """Take all hooks off, since the model becomes part of a larger one."""
+        for team in self.teams:
+            team.hooks.detach()
+            team.step.lane.leave(team.step)
+        for unit in self.units:
+            unit.root = None
+
+    # ---------------------------------------------------------------- forward
+
+    def begin_forward(self, unit: Unit) -> None:
+        """The outermost unit of a forward is about to run."""
+        self.running = unit
+        self._last_order, self._this_order = self._this_order, []
+        if torch.is_grad_enabled():
+            self.note_forward()
+
+    def note_forward(self) -> None:
+        """A forward with gradients is about to run, in whatever way."""
+        flags = self._flags()
+        if flags != self._requires_grad and not any(step.is_in_pass for step in self.steps):
+            self._requires_grad = flags
+            self.plan_anew()
+        for step in self.steps:
+            step.lane.forget_broken_pass()
+            if not torch_private.in_backward():
+                step.require_finished()
+            step.note_forward()
+
+    def plan_anew(self) -> None:
+        for team in self.teams:
+            team.plan_anew()
+
+    def end_forward(self, output: Any) -> None:
+        """The outermost unit has run."""
+        self.running = None
+        if not torch.is_grad_enabled():
+            return
+        for team in self.teams:
+            # Only where some were unused before: what is not searched for leaves at the end of the backward.
+            if _note_unused(team):
+                outputs = [t for t in find_tensors(output) if t.requires_grad]
+                if outputs:
+                    team.step.note_used(parameters_reached_from(outputs))
+
+    def fail_forward(self) -> None:
+        """A forward has raised."""
+        self.running = None
+        self.order.clear()
+        for unit in self.units:
+            unit.phase = Phase.IDLE
+            unit.modules_to_run.clear()
+            unit.order_positions.clear()
+
+    # ---------------------------------------------------------------- the order of gathers
+
+    def next_in_forward(self, unit: Unit) -> list[Unit]:
+        """What to gather while ``unit`` runs: what came after it the last time, if all went as then so far."""
+        place = len(self._this_order)
+        self._this_order.append(unit)
+        if unit.forward_prefetch is not None:
+            return unit.forward_prefetch
+        last = self._last_order
+        if place + 1 < len(last) and last[place] is unit:
+            return [last[place + 1]]
+        return []
+
+    def note_ran(self, unit: Unit) -> None:
+        """The forward of a unit is over."""
+        if torch.is_grad_enabled():
+            unit.order_positions.append(len(self.order))
+            self.order.append(unit)
+
+    def next_in_backward(self, unit: Unit) -> list[Unit]:
+        """What to gather while the backward of ``unit`` runs: what ran before it."""
+        place = unit.order_positions.pop() if unit.order_positions else 0
+        if unit.backward_prefetch is not None:
+            return unit.backward_prefetch
+        return [self.order[place - 1]] if 0 < place <= len(self.order) else []
+
+    # ---------------------------------------------------------------- backward
+
+    def note_backward(self) -> None:
+        """A backward has come to an output of one of the units."""
+        for step in self.steps:
+            with step.lane.lock:
+                step.note_output_reached()
+                step.lane.queue_end_of_outermost()
+        if not self._is_end_queued:
+            self._is_end_queued = True
+            torch_private.queue_backward_callback(self._end_backward)
+
+    @torch_private.leave_to_python
+    def _end_backward(self) -> None:
+        """Free what no later gradient has freed: a unit whose inputs need none."""
+        self._is_end_queued = False
+        if torch_private.in_nested_backward():
+            return  # a reentrant checkpoint; the outer pass still needs them
+        for unit in self.units:
+            unit.phase = Phase.IDLE
+            unit.order_positions.clear()
+            unit.num_graph_forwards = 0
+            unit.modules_to_run.clear()
+            if unit.reshard_after_backward:
+                unit.reshard()
+        self.order.clear()
+
+    # ---------------------------------------------------------------- after an error
+
+    def reset(self) -> None:
+        """Forget what is under way, and free everything."""
+        self.fail_forward()
+        self._is_end_queued = False
+        self._this_order, self._last_order = [], []
+        for step in self.steps:
+            reset_together(step)
+        for unit in self.units:
+            unit.reshard()
+
+
+def _note_unused(team: Team) -> bool:
+    """Whether unused parameters are to be searched for in the forward that just ran."""
+    step = team.step
+    counts = step.closing.used_counts
+    if counts is not None and len(counts) == len(step.reducer.slots):
+        team.had_unused = team.had_unused or not all(counts) or step.unused_changed
+    return team.had_unused
+
+
+def plan_of(units: Sequence[Unit]) -> ShardPlan:
+    """What the units are, as pure data."""
+    layouts = []
+    for unit in units:
+        specs = [p.spec for store in unit.stores for p in store.parameters]
+        if specs:
+            layouts.append(UnitLayout(unit.name, flat_layouts(specs, unit.mesh.world), unit.mesh.key))
+    return ShardPlan(tuple(layouts))
+
+
+def units_in(module: nn.Module) -> Iterator[tuple[str, Unit]]:
+    """The units of all modules in ``module``, outer ones first, each once, with its name there."""
+    seen: set[Unit] = set()
+    for name, child in module.named_modules():
+        unit = getattr(child, "_lockstep_unit", None)
+        if unit is not None and unit not in seen:
+            seen.add(unit)
+            yield name, unit
+
+
+def root_of(unit: Unit) -> Root:
+    """The root that a unit belongs to, made when it is first asked for."""
+    if unit.root is not None:
+        return unit.root
+    top = unit.top()
+    module = top.first_module()
+    assert module is not None
+    units = []
+    for name, member in units_in(module):
+        member.name = name or type(module).__name__.removeprefix("FSDP")
+        member.follow_modules()
+        units.append(member)
+    names = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
+    for member in units:
+        for parameter in member.parameters:
+            parameter.name = names.get(id(parameter.sharded), parameter.name)
+        member.name_anew()
+    for member in units:
+        member.require_real()
+    _refuse_shared(units)
+    try:
+        return Root(top, units)
+    except BaseException:
+        for member in units:
+            member.root = None
+        raise
+
+
+def _refuse_shared(units: Sequence[Unit]) -> None:
+    """Raise for a parameter that two units have cut, each for itself: their copies would go apart."""
+    seen: dict[int, str] = {}
+    for unit in units:
+        for parameter in unit.parameters:
+            if parameter.origin in seen:
+                raise ValueError(
+                    f"Parameter '{parameter.name}' is shared with '{seen[parameter.origin]}', which is already managed "
+                    "by another unit. Shard the modules that share it together: fully_shard([module_a, module_b]), or "
+                    "neither of them, so that the module around both has it."
+                )
+            seen[parameter.origin] = parameter.name
+
+
+def _first_difference(told: dict[int, str]) -> str:
+    """The first line of the plans that is not the same on rank 0 and another rank."""
+    first = told[0].split("\n")[2:]
+    for rank, text in sorted(told.items()):
+        other = text.split("\n")[2:]
+        for mine, theirs in zip(first, other, strict=False):
+            if mine != theirs:
+                return f"The first difference:\n  rank 0: {mine.strip()}\n  rank {rank}: {theirs.strip()}\n"
+        if len(first) != len(other):
+            return f"Rank 0 has {len(first) - 1} units, rank {rank} has {len(other) - 1}.\n"
+    return ""

@@ -1,0 +1,242 @@
+"""The memory of parameters of one dtype: the shard of this rank as one buffer, and the whole, which comes and goes.
+
+All shards of a unit lie in one buffer, ``home``, as they travel; so gathering begins without packing.  Whoever gives a
+shard other memory (``.data = ``, a load that assigns) is followed before the next gathering.
+
+The whole parameters lie in one buffer, too, whose storage is emptied and filled again.  They are not views of it to
+autograd, so filling it is not a change that a recorded graph would complain of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep import torch_private
+from lockstep.engine.flight import Flight, Landed, Moment, WorkFlight
+from lockstep.engine.transport import Transport
+from lockstep.shard.layout import FlatLayout, flat_layouts
+from lockstep.shard.parameter import ShardedParameter
+
+
+class FlatStore:
+    """Parameters of one dtype of a unit, on this rank."""
+
+    def __init__(
+        self, parameters: Sequence[ShardedParameter], device: torch.device, dtype: torch.dtype | None, *, pins: bool
+    ) -> None:
+        self.parameters = list(parameters)
+        self.device = device  # where the whole is computed with; shards may be elsewhere (offloading)
+        self._pins = pins
+        mesh = parameters[0].mesh
+        self.rank, self.world = mesh.rank, mesh.world
+        (self.layout,) = flat_layouts([p.spec for p in parameters], mesh.world)
+        own = parameters[0].sharded.dtype
+        self.dtype = own if dtype is None or not own.is_floating_point else dtype
+        self.home: Tensor | None = None
+        # For compiled graphs: see graph_ops.py, [Note: anchor].
+        self.anchor = torch.zeros(1, device=device).requires_grad_(True)
+        self._accumulator: Any = None
+        self.trains: tuple[bool, ...] = self.flags()
+        self.graph_facts = self._graph_facts()
+        self._buffer: Tensor | None = None
+        self._gathered: Tensor | None = None
+        self._flight: Flight | Any = None
+        if not any(p.local.is_meta for p in parameters):
+            self.settle()
+
+    # ---------------------------------------------------------------- the shard
+
+    @property
+    def is_laid_out_for_them(self) -> bool:
+        """Whether the parameters still have the dtype that this was made for."""
+        return {str(p.sharded.dtype).removeprefix("torch.") for p in self.parameters} == {self.layout.dtype}
+
+    def name_anew(self) -> None:
+        """Take up the names that parameters have from the root."""
+        (self.layout,) = flat_layouts([p.spec for p in self.parameters], self.world)
+
+    def settle(self) -> None:
+        """Let all shards lie in one buffer."""
+        local = self.parameters[0].local
+        device = local.device
+        with torch.no_grad():
+            home = torch.zeros(self.layout.shard_elements, dtype=local.dtype, device=device)
+            if self._pins and device.type == "cpu":
+                home = home.pin_memory()
+            for parameter, cut in zip(self.parameters, self.layout.cuts, strict=True):
+                place = torch_private.alias(home, *cut.shard(self.rank))
+                place.copy_(parameter.local)
+                torch_private.set_local(parameter.sharded, place)
+        self.home = home
+        item, start = home.element_size(), home.data_ptr()
+        self._addresses = [
+            start + cut.offset * item if parameter.local.numel() else None
+            for parameter, cut in zip(self.parameters, self.layout.cuts, strict=True)
+        ]
+        self._forget_whole_of_other_memory()
+
+    def _forget_whole_of_other_memory(self) -> None:
+        if self._buffer is not None and self.is_alias:
+            for parameter in self.parameters:
+                assert parameter.full is not None
+                parameter.full.data = parameter.local
+            self._buffer = self.home
+
+    def follow(self) -> None:
+        """Settle again if the program gave a shard other memory."""
+        if self.home is None:
+            self.settle()
+            return
+        for parameter, address in zip(self.parameters, self._addresses, strict=True):
+            if address is not None and parameter.local.data_ptr() != address:
+                self.settle()
+                return
+
+    @property
+    def versions(self) -> list[int]:
+        """Changes whenever a shard is written to."""
+        return [p.sharded._version + p.local._version for p in self.parameters]
+
+    def shard(self) -> Tensor:
+        """What travels when it is gathered."""
+        self.follow()
+        assert self.home is not None
+        return self.home
+
+    # ---------------------------------------------------------------- for compiled graphs
+
+    def _graph_facts(self) -> tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]:
+        """The size of a buffer of all ranks' shards (0 in a world of one), dtype, and the shapes of the parameters."""
+        shapes = [cut.spec.shape for cut in self.layout.cuts]
+        sizes = tuple(size for shape in shapes for size in shape)
+        return 0 if self.world == 1 else self.layout.num_elements, self.dtype, sizes, tuple(map(len, shapes))
+
+    def flags(self) -> tuple[bool, ...]:
+        """Which parameters train."""
+        return tuple(p.sharded.requires_grad for p in self.parameters)
+
+    def accumulator(self) -> Any:
+        """Autograd's node behind the anchor."""
+        if self._accumulator is None:
+            self._accumulator = torch_private.gradient_accumulator(self.anchor)
+        return self._accumulator
+
+    # ---------------------------------------------------------------- the whole
+
+    @property
+    def is_alias(self) -> bool:
+        """Whether the whole is the shard itself: a world of one that casts and moves nothing."""
+        home = self.home
+        return self.world == 1 and home is not None and home.dtype == self.dtype and home.device == self.device
+
+    @property
+    def _is_direct(self) -> bool:
+        """Whether what is gathered already lies as the whole does."""
+        return self.world == 1 or self.layout.is_direct
+
+    @property
+    def _full_elements(self) -> int:
+        return self.layout.num_elements if self._is_direct else self.layout.full_elements
+
+    def make_whole(self) -> None:
+        """Make the whole parameters, without memory."""
+        if self._buffer is not None:
+            return
+        self.follow()
+        if self.is_alias:
+            self._buffer = self.home
+        else:
+            self._buffer = torch.empty(0, dtype=self.dtype, device=self.device)
+        assert self._buffer is not None
+        for parameter, cut in zip(self.parameters, self.layout.cuts, strict=True):
+            parameter.make_full(self._buffer, cut.full_offset)
+
+    def _fill_memory(self) -> Tensor:
+        """The buffer of the whole, with memory."""
+        assert self._buffer is not None
+        self._buffer.untyped_storage().resize_(self._full_elements * self._buffer.element_size())
+        return torch_private.alias(self._buffer, (self._full_elements,), (1,), 0)
+
+    def start(self, transport: Transport, comm: Any, name: str) -> None:
+        """Start gathering."""
+        self.make_whole()
+        self.follow()
+        if self.is_alias:
+            return
+        assert self.home is not None
+        with torch.no_grad():
+            mine = self.home.to(device=self.device, dtype=self.dtype, non_blocking=True)
+            if self.world == 1:
+                self._fill_memory().copy_(mine)
+                return
+            if self._is_direct and comm is None:
+                self._gathered = self._fill_memory()
+            elif isinstance(comm, GroupMemory):
+                self._gathered = comm.allocate_on(transport, self.layout.num_elements, self.dtype, self.device)
+            elif comm is not None:
+                size = (self.layout.num_elements,)
+                self._gathered = comm.allocate(size, dtype=self.dtype, device=self.device)
+            else:
+                self._gathered = mine.new_empty(self.layout.num_elements)
+            self._flight = start_gather(transport, comm, self._gathered, mine, name)
+
+    def finish(self, transport: Transport, moment: Moment) -> None:
+        """Wait for what was started; the whole parameters have their values then."""
+        if self._flight is not None:
+            self._flight.land(transport.watch, moment)
+            self._flight = None
+        gathered, self._gathered = self._gathered, None
+        if gathered is None:
+            return
+        with torch.no_grad():
+            if not self._is_direct:
+                whole = self._fill_memory()
+                spread(self.layout, gathered, [torch_private.alias(whole, *cut.full) for cut in self.layout.cuts])
+            elif self._buffer is not None and gathered.data_ptr() != self._buffer.data_ptr():
+                self._fill_memory().copy_(gathered)
+
+    def free(self) -> None:
+        """Give the memory of the whole back."""
+        if self._buffer is not None and not self.is_alias:
+            self._buffer.untyped_storage().resize_(0)
+
+
+class GroupMemory:
+    """Buffers from the process group's own allocator, where its backend has one."""
+
+    def allocate_on(self, transport: Transport, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch_private.group_memory(transport.process_group, num_elements, dtype, device)
+
+
+def start_gather(transport: Transport, comm: Any, gathered: Tensor, mine: Tensor, name: str) -> Any:
+    """Start an all-gather, by the program's own if it has one."""
+    if comm is None or isinstance(comm, GroupMemory):
+        return transport.start_all_gather(gathered, mine, name)
+    work = comm(gathered, mine, transport.process_group, True)
+    return Landed() if work is None else WorkFlight(work, transport.blocks_host(mine.device))
+
+
+def spread(layout: FlatLayout, ranked: Tensor, whole: Sequence[Tensor]) -> None:
+    """Copy everyone's shards into whole parameters."""
+    if layout.splits is not None:  # one kernel for all
+        sizes, world = layout.splits, layout.world
+        targets: list[Tensor] = []
+        for position, size in enumerate(sizes):
+            number, is_padding = divmod(position, 2)
+            if is_padding:
+                targets.append(ranked.new_empty(world, size))
+            else:
+                targets.append(torch_private.alias(whole[number], (world, size), (size, 1), 0))
+        torch.split_with_sizes_copy(ranked.view(world, -1), list(sizes), 1, out=targets)
+        return
+    targets, sources = [], []
+    for parameter, pieces in zip(whole, layout.pieces, strict=True):
+        for piece in pieces:
+            targets.append(torch_private.alias(parameter, *piece.full))
+            sources.append(torch_private.alias(ranked, *piece.ranked))
+    if targets:
+        torch_private.foreach_copy(targets, sources)

@@ -1,0 +1,100 @@
+"""A unit's forward as a compiler sees it: gathers in the graph, and its modules run on what was gathered.
+
+The compiler inlines this.  Parameters are set on the modules for as long as the forward is traced; whatever this
+touches becomes a guard of the graph, so it touches tensors, and tuples of numbers and names, and no objects that differ
+from block to block.
+
+[Note: gathered again]  For a unit that is freed after its forward, the nodes of the gathering are marked as ones to
+make again in the backward, instead of keeping what they made: the mark that activation checkpointing leaves in a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+from lockstep import torch_private
+from lockstep.shard.nest import cast_floats
+
+Place = tuple[nn.Module, str, Any]  # who had which parameter under which name
+
+
+def traced_call(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``call`` with the module's parameters gathered."""
+    unit = module._lockstep_unit
+    policy = unit.policy
+    if policy.param_dtype is not None and policy.cast_forward_inputs:
+        args, kwargs = cast_floats(policy.param_dtype, args), cast_floats(policy.param_dtype, kwargs)
+    gathered = [_gather_store(store, unit.gathers_again) for store in unit.stores]
+    places = torch_private.with_effects_in_trace(_put, module, unit, gathered)
+    output = call(*args, **kwargs)
+    torch_private.with_effects_in_trace(_put_back, places)
+    if policy.output_dtype is not None:
+        output = cast_floats(policy.output_dtype, output)
+    return output
+
+
+def _gather_store(store: Any, again: bool) -> list[Tensor]:
+    trains = torch.is_grad_enabled()
+    anchor = store.anchor if True in store.trains else store.anchor.detach()
+    whole = _gather(store.home, anchor, store.graph_facts, trains)
+    if again and trains:
+        torch_private.on_graph_so_far(_mark_last_gather)
+    return whole
+
+
+def _gather(home: Tensor, anchor: Tensor, facts: Any, trains: bool) -> list[Tensor]:
+    num_elements, dtype, sizes, ndims = facts
+    if num_elements == 0:
+        return torch.ops.lockstep.whole(home, anchor, sizes, ndims, dtype, trains)
+    buffer = torch.ops.lockstep.gather(home, anchor.detach(), num_elements, dtype, trains)
+    return torch.ops.lockstep.gathered(buffer, anchor, sizes, ndims)
+
+
+# ---------------------------------------------------------------- parameters for the time of a forward
+
+
+def _put(module: Any, unit: Any, gathered: list[list[Tensor]]) -> list[Place]:
+    """Let the modules have whole parameters; returns what they had."""
+    places = []
+    for path, name, number, position in module._lockstep_paths:
+        owner = _at(module, path)
+        whole = gathered[number][position]
+        places.append((owner, name, owner._parameters[name]))
+        trains = unit.stores[number].trains[position]
+        owner._parameters[name] = whole if trains else whole.detach()  # type: ignore[assignment]
+    return places
+
+
+def _put_back(places: list[Place]) -> None:
+    for owner, name, registered in places:
+        owner._parameters[name] = registered
+
+
+def _at(module: nn.Module, path: tuple[str, ...]) -> nn.Module:
+    for name in path:
+        module = module._modules[name]  # type: ignore[assignment]
+    return module
+
+
+# ---------------------------------------------------------------- while it is traced
+
+
+def _mark_last_gather(context: Any) -> None:
+    """See [Note: gathered again]."""
+    operators = torch.ops.lockstep
+    for node in reversed(context.graph().nodes):
+        if node.target in (operators.gathered, operators.whole):
+            for marked in (node, *node.users, *_behind(node, operators.gather)):
+                marked.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            return
+
+
+def _behind(node: Any, operator: Any) -> list[Any]:
+    """The node that this one waits for, and what was made for it."""
+    starts = [found for found in node.all_input_nodes if found.target is operator]
+    return starts + [key for start in starts for key in start.all_input_nodes if key.op == "call_method"]

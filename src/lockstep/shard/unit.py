@@ -1,0 +1,237 @@
+"""A unit: parameters that are gathered, freed and reduced together; what one call of ``fully_shard`` makes.
+
+    SHARDED    this rank has its shard only, and the modules have it registered
+    GATHERING  the whole is on its way
+    FULL       the modules have the whole parameters registered
+
+When it is gathered and when it is freed is decided in ``moments.py``, when its gradients leave in the engine's step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lockstep import torch_private
+from lockstep.observe.timeline import now
+from lockstep.shard.mesh import Links, ShardMesh
+from lockstep.shard.parameter import ShardedParameter
+from lockstep.shard.store import FlatStore, GroupMemory
+
+if TYPE_CHECKING:
+    from lockstep.shard.root import Root
+
+
+class Residence(Enum):
+    """What this rank has of the parameters."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    FULL = "full"
+
+
+class Phase(Enum):
+    """Where the unit is in a step."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"  # between the first gradient of its outputs and the last of its inputs
+
+
+class Unit:
+    """Some modules' parameters, sharded over a mesh."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        parameters: Sequence[ShardedParameter],
+        mesh: ShardMesh,
+        *,
+        policy: Any,
+        offload: Any,
+        reshard_after_forward: bool | None,
+    ) -> None:
+        self.modules = weakref.WeakSet(modules)
+        self.first_module = weakref.ref(modules[0])
+        self.num_modules = len(modules)
+        self.parameters = list(parameters)
+        self.mesh = mesh
+        self.device = mesh.device
+        self.policy = policy
+        self.name = type(modules[0]).__name__
+        self.index = -1
+        self._offloads = hasattr(offload, "pin_memory")
+        self._pins = self._offloads and bool(offload.pin_memory) and torch.accelerator.is_available()
+        if self._offloads:
+            self._move_shards_to_host()
+        self.parent: weakref.ref[Unit] | None = None
+        self.root: Root | None = None
+        self.links = Links(mesh, own_scatter_group=False)  # until there is a root, with its own way to watch
+        self.residence = Residence.SHARDED
+        self.phase = Phase.IDLE
+        # What the program chose; a reshard_after_forward that it left open is True, except for the root.
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.gathers_in_backward = True
+        self.syncs = True
+        self.all_reduces = True
+        self.divisor: float | None = None
+        self.only_sums = False
+        self.gather_comm: Any = None
+        self.scatter_comm: Any = None
+        self.all_reduce_hook: Any = None
+        self.all_reduce_hook_stream: Any = None
+        self.max_scatter_inputs = 1
+        self.uses_group_memory = False
+        self.forward_prefetch: list[Unit] | None = None
+        self.backward_prefetch: list[Unit] | None = None
+        self.order_positions: list[int] = []  # in the order of this step's forwards
+        self.modules_to_run: set[nn.Module] = set()  # of a unit of several, in this forward
+        self._versions: list[list[int]] = []
+        self.num_graph_forwards = 0  # of compiled graphs, whose backward is still to come
+        self.stores: list[FlatStore] = []
+        self._lay_out()
+
+    def _move_shards_to_host(self) -> None:
+        for parameter in self.parameters:
+            if not parameter.local.is_meta:
+                torch_private.set_local(parameter.sharded, parameter.local.cpu())
+
+    def _lay_out(self) -> None:
+        """One store for each dtype."""
+        by_dtype: dict[torch.dtype, list[ShardedParameter]] = {}
+        for parameter in self.parameters:
+            by_dtype.setdefault(parameter.sharded.dtype, []).append(parameter)
+        self.stores = [
+            FlatStore(group, self.device, self.policy.param_dtype, pins=self._pins) for group in by_dtype.values()
+        ]
+        for parameter in self.parameters:
+            parameter.full = None
+
+    def name_anew(self) -> None:
+        """Take up the names that parameters have from the root."""
+        for store in self.stores:
+            store.name_anew()
+
+    # ---------------------------------------------------------------- facts
+
+    @property
+    def is_full(self) -> bool:
+        return self.residence is Residence.FULL
+
+    @property
+    def frees_after_forward(self) -> bool:
+        if self.reshard_after_forward is None:
+            return self.parent is not None
+        return self.reshard_after_forward
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether a compiled graph gathers in the backward what it gathered in the forward."""
+        return self.frees_after_forward and self.gathers_in_backward
+
+    @property
+    def wants_reduce_dtype(self) -> torch.dtype | None:
+        return self.policy.reduce_dtype  # type: ignore[no-any-return]
+
+    def top(self) -> Unit:
+        """The unit around all others that this one is in."""
+        unit = self
+        while unit.parent is not None and (parent := unit.parent()) is not None:
+            unit = parent
+        return unit
+
+    # ---------------------------------------------------------------- follow the program
+
+    def follow_modules(self) -> bool:
+        """Take up what the program did to the shards: replaced, cast or moved them; returns whether it is laid out
+        anew."""
+        self.reshard()
+        replaced = [parameter.follow_module() for parameter in self.parameters]
+        if not all(store.is_laid_out_for_them for store in self.stores):
+            self._lay_out()
+            return True
+        for store in self.stores:
+            moved = store.home is None or store.home.device != store.parameters[0].local.device
+            if (any(replaced) or moved) and not any(p.local.is_meta for p in store.parameters):
+                store.settle()
+        return False
+
+    def require_real(self) -> None:
+        """Raise if shards are still on the meta device."""
+        names = [parameter.name for parameter in self.parameters if parameter.sharded.device.type == "meta"]
+        if names:
+            raise RuntimeError(
+                f"FSDP parameters should be materialized from meta device before training, but the following were "
+                f"still on meta device: {names}\nFor example, call module.to_empty(device) to materialize to device "
+                "and call module.reset_parameters() on each module to initialize values."
+            )
+        if self._offloads:
+            wrong = [p.name for p in self.parameters if p.local.device.type != "cpu"]
+            if wrong:
+                raise RuntimeError(
+                    "FSDP parameters should be materialized on CPU when enabling CPU offloading. For example, load a "
+                    f"CPU state dict or call module.to_empty(device='cpu'). Found other devices for: {wrong}"
+                )
+
+    # ---------------------------------------------------------------- gather and free
+
+    def start_gather(self) -> None:
+        """Start gathering, if it is not there or on its way."""
+        if self.residence is not Residence.SHARDED or not self.parameters:
+            return
+        start = now()
+        self._versions = [store.versions for store in self.stores]
+        with torch_private.RecordFunction(f"lockstep::gather {self.name}"):
+            for number, store in enumerate(self.stores):
+                comm = self.gather_comm or (GroupMemory() if self.uses_group_memory else None)
+                store.start(self.links.gather, comm, f"gather of {self.name} ({number})")
+        self.residence = Residence.GATHERING
+        self._note("gather", start)
+
+    def wait(self) -> None:
+        """Let the modules have the whole parameters."""
+        self.start_gather()
+        if self.residence is not Residence.GATHERING:
+            return
+        start = now()
+        with torch_private.RecordFunction(f"lockstep::gathered {self.name}"):
+            for store in self.stores:
+                store.finish(self.links.gather, self.moment)
+        for parameter in self.parameters:
+            assert parameter.full is not None
+            parameter.follow_requires_grad()
+            parameter.register(parameter.full)
+        self.residence = Residence.FULL
+        self._note("gathered", start)
+
+    def reshard(self) -> None:
+        """Let the modules have their shards, and free the whole."""
+        if self.residence is Residence.GATHERING:
+            for store in self.stores:
+                store.finish(self.links.gather, self.moment)
+        if self.residence is Residence.SHARDED:
+            return
+        for parameter in self.parameters:
+            parameter.register(parameter.sharded)
+        for store in self.stores:
+            store.free()
+        self.residence = Residence.SHARDED
+
+    def refresh(self) -> None:
+        """Before it is used again without having been freed: the shards may have been updated since."""
+        if self.residence is Residence.FULL and self._versions != [store.versions for store in self.stores]:
+            self.reshard()
+
+    def moment(self) -> str:
+        step = "" if self.root is None else f" in step {self.root.timeline.step}"
+        return f"the gathering of {self.name}{step}"
+
+    def _note(self, what: str, start: int) -> None:
+        if self.root is not None:
+            self.root.timeline.record(what, start, now(), self.index)

@@ -1,0 +1,72 @@
+"""DTensors from inside: their local part and their specification, which optimizers and checkpoints go by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+__all__ = [
+    "dtensor_around",
+    "group_memory",
+    "joined_mesh",
+    "local_of",
+    "mark_as_sharded",
+    "set_local",
+    "spec_of",
+    "strided_shard",
+]
+
+# The local part itself; the public to_local() makes another tensor, and a node of autograd's graph.
+local_of: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")
+# Mesh, placements, and the shape of the whole; there is no public way to make a second DTensor just like one.
+spec_of: Callable[[Any], Any] = attrgetter("_spec")
+
+
+def dtensor_around(local: torch.Tensor, spec: Any) -> torch.Tensor:
+    """A DTensor around ``local``; the public ``from_local`` is ten times as slow, for every gradient of every step."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, spec, requires_grad=False)
+
+
+def set_local(dtensor: Any, local: torch.Tensor) -> None:
+    """Let a DTensor be around another tensor of the same shape; everyone who holds it sees that.
+
+    It tells compilers the place of its local part in memory as its own, so that is changed with it.
+    """
+    with torch.no_grad():
+        if dtensor.storage_offset() != local.storage_offset() or dtensor.dtype != local.dtype:
+            dtensor.data = dtensor_around(local, dtensor._spec)
+    dtensor._local_tensor = local
+
+
+def joined_mesh(meshes: Sequence[Any]) -> Any:
+    """The mesh of several that were sliced out of one; torch's own sharding is the only user."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def strided_shard(dim: int, split_factor: int) -> Any:
+    """The placement of a tensor that was cut along ``dim`` once more after it had been cut along it."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def mark_as_sharded(module: Any) -> None:
+    """Let torch's other functions of this kind (``replicate``) know that the module is looked after."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+
+    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+
+
+def group_memory(process_group: Any, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A buffer from the allocator of the group's backend, where it has one; there is no public way to ask it."""
+    backend = process_group._get_backend(device)
+    if backend.supports_tensor_alloc(device):
+        return backend.allocate_tensor(num_elements, dtype=dtype, device=device)  # type: ignore[no-any-return]
+    return torch.empty(num_elements, dtype=dtype, device=device)

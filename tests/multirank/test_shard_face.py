@@ -1,0 +1,689 @@
+"""What a sharded module offers, and what each option means: torch's names, checked against what they say."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
+
+from lockstep import fully_shard
+from lockstep.shard import register_forward_method
+from multirank.compare import assert_close
+from multirank.harness import expect_errors, lockstep_only, run_ranks
+from multirank.models import CASES, GPT, MLP, shard
+from multirank.shard_training import (
+    gradients,
+    shard_by_blocks,
+    train_and_compare,
+    whole,
+    whole_gradients,
+    whole_parameters,
+)
+
+pytestmark = lockstep_only
+
+
+# ---------------------------------------------------------------- what a module is
+
+
+def look_at_a_module() -> None:
+    module = MLP()
+    plain = copy.deepcopy(module)
+    assert fully_shard(module) is module
+    assert isinstance(module, (FSDPModule, MLP))
+    assert isinstance(module, FSDPModule)
+    assert type(module).__name__ == "FSDPMLP"
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for (name, mine), (_, theirs) in zip(module.named_parameters(), plain.named_parameters(), strict=True):
+        assert isinstance(mine, DTensor), name
+        assert mine.placements == (Shard(0),)
+        assert mine.shape == theirs.shape
+        chunks = theirs.detach().chunk(world)
+        if rank < len(chunks):
+            assert torch.equal(mine.to_local(), chunks[rank])
+        else:
+            assert mine.to_local().numel() == 0
+    assert list(module.state_dict()) == list(plain.state_dict())
+    assert "6 parameters" in str(module.plan)
+    with pytest.raises(AssertionError, match="only be applied to a module once"):
+        fully_shard(module)
+    with pytest.raises(AssertionError, match="does not support deepcopy"):
+        copy.deepcopy(module)
+    sequence = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    assert not isinstance(sequence[:1], FSDPModule)
+    with pytest.raises(ValueError, match="containers that do not implement forward"):
+        fully_shard(nn.ModuleList([nn.Linear(2, 2)]))
+    scalar = nn.Module()
+    scalar.temperature = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="Change temperature to a 1D tensor"):
+        fully_shard(scalar)
+    with pytest.raises(NotImplementedError, match="non-contiguous parameters"):
+        fully_shard(nn.Linear(4, 4).to(memory_format=torch.contiguous_format).apply(_transpose))
+
+
+def _transpose(module: nn.Linear) -> None:
+    module.weight = nn.Parameter(module.weight.detach().t())
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_sharded_module(world: int) -> None:
+    run_ranks(world, look_at_a_module)
+
+
+def residence() -> None:
+    for after_forward, stays in ((True, False), (False, True), (None, True)):
+        module = shard_by_blocks(MLP(), reshard_after_forward=after_forward)
+        x = torch.randn(2, 8)
+        output = module(x)
+        assert isinstance(module.layers[0].weight, DTensor) == (after_forward is not False)
+        assert isinstance(module.layers[0].weight, DTensor) or stays
+        output.sum().backward()
+        assert all(isinstance(p, DTensor) for p in module.parameters())
+    root_only = fully_shard(MLP())
+    root_only(x)
+    assert not isinstance(root_only.layers[0].weight, DTensor)
+    root_only.reshard()
+    assert isinstance(root_only.layers[0].weight, DTensor)
+    handle = root_only.unshard(async_op=True)
+    handle.wait()
+    assert not isinstance(root_only.layers[0].weight, DTensor)
+    assert root_only.unshard() is None
+    root_only.state_dict()
+    assert isinstance(root_only.layers[0].weight, DTensor)
+    root_only.set_reshard_after_forward(True)
+    root_only(x)
+    assert isinstance(root_only.layers[0].weight, DTensor)
+    root_only.set_reshard_after_backward(False)
+    root_only(x).sum().backward()
+    assert not isinstance(root_only.layers[0].weight, DTensor)
+    with pytest.raises(ValueError, match="should be a bool"):
+        root_only.set_reshard_after_forward(2)
+
+
+def test_when_parameters_are_whole() -> None:
+    run_ranks(2, residence)
+
+
+def stale() -> None:
+    """A unit that stayed whole is gathered again when its shards were changed."""
+    module = fully_shard(MLP())
+    x = torch.ones(2, 8)
+    with torch.no_grad():
+        module(x)  # stays whole
+        for unit_parameter in module._lockstep_unit.parameters:
+            unit_parameter.sharded.zero_()
+        assert module(x).abs().max() == 0.0
+
+
+def test_whole_parameters_are_not_stale() -> None:
+    run_ranks(2, stale)
+
+
+def memory_is_freed() -> None:
+    module = shard_by_blocks(GPT().double())
+    case = CASES["gpt_tied"]
+    most = 0
+
+    def count(*_: Any) -> None:
+        nonlocal most
+        most = max(most, sum(unit.residence.value != "sharded" for unit in module._root.units))
+
+    for block in module.blocks:
+        block.up.register_forward_hook(count)
+    for step in range(2):
+        case.loss(module, case.batch(step, torch.float64)).backward()
+    assert most <= 3  # the root, the block that runs, and the one that is on its way
+    for unit in module._root.units:
+        assert unit.residence.value == "sharded"
+        for store in unit.stores:
+            assert store._buffer.untyped_storage().nbytes() == 0
+
+
+def test_no_more_units_are_whole_than_are_needed() -> None:
+    run_ranks(2, memory_is_freed)
+
+
+def prefetch() -> list[str]:
+    module = shard_by_blocks(GPT().double())
+    case = CASES["gpt_tied"]
+    module.blocks[0].set_modules_to_forward_prefetch([module.blocks[1]])
+    module.blocks[1].set_modules_to_backward_prefetch([module.blocks[0]])
+    seen = []
+    module.blocks[0].up.register_forward_hook(lambda *_: seen.append(module.blocks[1]._lockstep_unit.residence.value))
+    case.loss(module, case.batch(0, torch.float64)).backward()
+    with pytest.raises(ValueError, match="Expects FSDPModule"):
+        module.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
+    return seen
+
+
+def test_prefetching() -> None:
+    assert run_ranks(2, prefetch)[0] == ["gathering"]
+
+
+# ---------------------------------------------------------------- options
+
+
+def uneven_dims(module: nn.Module) -> nn.Module:
+    """Cut along the last dimension, which no number of ranks here divides everywhere."""
+    return shard_by_blocks(module, shard_placement_fn=lambda p: Shard(p.ndim - 1))
+
+
+def train_with_options() -> None:
+    for prepare in (
+        uneven_dims,
+        lambda m: fully_shard(m, units="auto"),
+        lambda m: fully_shard(m),
+        lambda m: fully_shard([m]),
+        lambda m: shard_by_blocks(m, reshard_after_forward=False),
+        lambda m: shard_by_blocks(m, reshard_after_forward=True),
+        lambda m: shard_by_blocks(m, offload_policy=CPUOffloadPolicy()),
+    ):
+        train_and_compare("gpt_tied", prepare=lambda m, prepare=prepare: (prepare(m), None)[1], num_steps=2)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_options(world: int) -> None:
+    run_ranks(world, train_with_options)
+
+
+def automatic_units() -> str:
+    module = fully_shard(GPT(num_blocks=3), units="auto")
+    with pytest.raises(ValueError, match='units must be "auto" or None'):
+        fully_shard(MLP(), units="some")
+    return str(module.plan)
+
+
+def test_automatic_units() -> None:
+    table = run_ranks(2, automatic_units)[0]
+    assert "4 units" in table
+
+
+class Pieces(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 16)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(torch.tanh(self.stem(x))))
+
+
+def grouped(how: str) -> None:
+    torch.manual_seed(1)
+    module, reference = Pieces().double(), Pieces().double()
+    reference.load_state_dict(module.state_dict())
+    fully_shard([module.norm, module.head])
+    assert module.norm._lockstep_unit is module.head._lockstep_unit
+    fully_shard(module)
+    called = torch.compile(module, backend="aot_eager", fullgraph=True) if how == "compiled" else module
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in range(2):
+        batch = torch.randn(4 * world, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        module.zero_grad()
+        reference.zero_grad()
+        called(batch.chunk(world)[rank]).square().mean().backward()
+        reference(batch).square().mean().backward()
+        assert_close(whole_gradients(module), gradients(reference), f"step {step}")
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_a_unit_of_several_modules(how: str) -> None:
+    run_ranks(2, grouped, how)
+
+
+def hybrid(how: str) -> None:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+
+    def prepare(module: nn.Module) -> Any:
+        shard_by_blocks(module, mesh=mesh)
+        assert next(module.parameters()).placements == (Replicate(), Shard(0))
+        return torch.compile(module, backend="aot_eager", fullgraph=True) if how == "compiled" else module
+
+    train_and_compare("gpt_tied", prepare=prepare)
+    if how == "compiled":
+        return
+    # Reduced over the shards only, then over the replicas too.
+    case = CASES["mlp"]
+    module, reference = case.module(torch.float64), case.module(torch.float64)
+    shard_by_blocks(module, mesh=mesh)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    module.set_requires_all_reduce(False)
+    case.loss(module, shard(case.batch(0, torch.float64), rank, world)).backward()
+    assert all(p.grad is None for p in module.parameters())
+    module.set_requires_all_reduce(True)
+    case.loss(module, shard(case.batch(1, torch.float64), rank, world)).backward()
+    for step in (0, 1):
+        case.loss(reference, case.batch(step, torch.float64)).backward()
+    assert_close(whole_gradients(module), gradients(reference), "all-reduced once for two")
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_replicas_of_shards(how: str) -> None:
+    run_ranks(4, hybrid, how)
+
+
+def mixed(how: str) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    case = CASES["mlp"]
+    module, reference = case.module(torch.float32), case.module(torch.float32)
+    seen = []
+    module.layers[2].register_forward_hook(lambda m, i, o: seen.append((i[0].dtype, o.dtype)))
+    shard_by_blocks(module, mp_policy=policy)
+    called = torch.compile(module, backend="aot_eager", fullgraph=True) if how == "compiled" else module
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in range(2):
+        module.zero_grad()
+        reference.zero_grad()
+        mine = case.loss(called, shard(case.batch(step), rank, world))
+        assert mine.dtype == torch.float32
+        mine.backward()
+        theirs = torch.stack([_in_bf16(case, reference, shard(case.batch(step), r, world)) for r in range(world)])
+        theirs.mean().backward()
+        for name, gradient in whole_gradients(module).items():
+            expected = gradients(reference)[name]
+            assert gradient is not None
+            assert expected is not None
+            assert gradient.dtype == torch.float32
+            assert (gradient - expected).abs().max() < 0.05 * expected.abs().max() + 1e-3, name
+    if how == "eager":
+        assert (torch.bfloat16, torch.bfloat16) in seen
+
+
+def _in_bf16(case: Any, module: nn.Module, batch: Any) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        output = module(batch["x"])
+    return nn.functional.mse_loss(output.float(), batch["y"])
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_mixed_precision(how: str) -> None:
+    run_ranks(2, mixed, how)
+
+
+def kept_in_reduce_dtype() -> None:
+    """Gradients of passes that do not synchronise add up in the dtype of the reduction."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    module = fully_shard(nn.Linear(4, 4, bias=False), mp_policy=policy)
+    x = torch.ones(1, 4)
+    with module.no_sync():
+        for _ in range(300):  # 1 + 1 + ... stops at 256 in bfloat16
+            module(x).sum().backward()
+    module(x).sum().backward()
+    assert whole(module.weight.grad).min() == 301.0
+
+
+def test_accumulation_in_the_dtype_of_the_reduction() -> None:
+    run_ranks(2, kept_in_reduce_dtype)
+
+
+class OnMeta(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def from_meta() -> None:
+    with torch.device("meta"):
+        module = OnMeta()
+    for layer in (module.layers[0], module.layers[2]):
+        fully_shard(layer)
+    fully_shard(module)
+    x = torch.randn(2, 8)
+    with pytest.raises(RuntimeError, match="materialized from meta device before training"):
+        module(x)
+    module.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for layer in (module.layers[0], module.layers[2]):
+        layer.reset_parameters()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    before = whole(module.layers[0].weight)
+    module(x).square().sum().backward()
+    optimizer.step()
+    assert module.layers[0].weight.grad is not None
+    assert not torch.equal(before, whole(module.layers[0].weight))
+
+
+def test_meta_device() -> None:
+    run_ranks(2, from_meta)
+
+
+def cast_after_sharding() -> None:
+    module = shard_by_blocks(MLP())
+    module(torch.randn(2, 8)).sum().backward()
+    module.double()
+    module.zero_grad()
+    module(torch.randn(2, 8, dtype=torch.float64)).sum().backward()
+    assert module.layers[0].weight.grad.dtype == torch.float64
+    plain = MLP().double()
+    for (_, mine), (_, theirs) in zip(module.named_parameters(), plain.named_parameters(), strict=True):
+        theirs.data.copy_(whole(mine))
+    x = torch.ones(2, 8, dtype=torch.float64)
+    torch.testing.assert_close(module(x), plain(x))
+
+
+def test_a_cast_after_sharding() -> None:
+    run_ranks(2, cast_after_sharding)
+
+
+class Methods(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.inner.weight)
+
+
+def other_methods() -> None:
+    module = fully_shard(Methods())
+    register_forward_method(module, "encode")
+    register_forward_method(nn.Linear(2, 2), "extra_repr")  # nothing happens
+    with pytest.raises(ValueError, match="does not have a method nothing"):
+        register_forward_method(module, "nothing")
+    module.encode(torch.ones(1, 4)).sum().backward()
+    assert module.inner.weight.grad is not None
+    assert module.inner.bias.grad is None
+
+
+def test_methods_other_than_forward() -> None:
+    run_ranks(2, other_methods)
+
+
+def setters() -> None:
+    module = shard_by_blocks(MLP().double())
+    module.set_is_last_backward(False)
+    module.set_unshard_in_backward(True)
+    module.set_reduce_scatter_unused_params(True)
+    module.set_reduce_scatter_max_input_buffers(2)
+    module.set_separate_reduce_scatter_group(False)
+    module.set_separate_reduce_scatter_group(True)
+    module.set_post_optim_event(None)
+    with pytest.raises(TypeError, match="must be an int"):
+        module.set_reduce_scatter_max_input_buffers(True)
+    with pytest.raises(ValueError, match="positive"):
+        module.set_reduce_scatter_max_input_buffers(0)
+    with pytest.raises(NotImplementedError, match="Symmetric memory"):
+        module.set_symm_mem_for_comm()
+    with pytest.raises(RuntimeError, match="must be called on the root"):
+        module.layers[0].reset_iter_state()
+    layer = module.layers[0]
+    layer.set_allocate_memory_from_process_group_for_comm(True)
+    layer.set_gradient_divide_factor(1.0)
+    layer.set_force_sum_reduction_for_comms(True)
+    hooked = []
+    layer.set_all_reduce_hook(lambda shard: hooked.append(shard.numel()))
+    x = torch.ones(2, 8, dtype=torch.float64)
+    module(x).sum().backward()
+    summed = whole(layer.weight.grad)
+    layer.set_gradient_divide_factor(2.0)
+    module.zero_grad()
+    module(x).sum().backward()
+    torch.testing.assert_close(whole(layer.weight.grad) * 2.0, summed)
+    assert len(hooked) == 2
+
+
+def test_setters() -> None:
+    run_ranks(2, setters)
+
+
+class Comm:
+    """A gather or scatter of the program's own."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class Gather(Comm):
+    def __call__(self, output: torch.Tensor, mine: torch.Tensor, group: Any, async_op: bool = False) -> Any:
+        self.num_calls += 1
+        return dist.all_gather_into_tensor(output, mine, group=group, async_op=async_op)
+
+
+class Scatter(Comm):
+    def __call__(self, mine: torch.Tensor, whole: torch.Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        self.num_calls += 1
+        return dist.reduce_scatter_tensor(mine, whole, op=op, group=group, async_op=async_op)
+
+
+def own_collectives() -> None:
+    gather, scatter = Gather(), Scatter()
+
+    def prepare(module: nn.Module) -> None:
+        shard_by_blocks(module)
+        module.layers[0].set_custom_all_gather(gather)
+        module.layers[0].set_custom_reduce_scatter(scatter)
+
+    train_and_compare("mlp", prepare=prepare)
+    assert gather.num_calls >= 3
+    assert scatter.num_calls == 3
+
+
+def test_collectives_of_the_programs_own() -> None:
+    run_ranks(2, own_collectives)
+
+
+# ---------------------------------------------------------------- with others
+
+
+class Checkpointed(GPT):
+    """Blocks under activation checkpointing, with the checkpoint outside or inside of the unit."""
+
+    reentrant = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.token(tokens) + self.position.weight
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(self.norm(x))
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+def train_checkpointed() -> None:
+    from dataclasses import replace
+
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    for kind in (Checkpointed, Reentrant):
+        train_and_compare(replace(CASES["gpt_tied"], build_module=kind))
+
+    def wrap(module: nn.Module) -> None:
+        blocks = set(module.blocks)
+        apply_activation_checkpointing(module, check_fn=lambda m: m in blocks)
+        shard_by_blocks(module)
+
+    def prepare(module: nn.Module) -> None:
+        wrap(module)
+
+    case = CASES["gpt_tied"]
+    module, reference = case.module(torch.float64), case.module(torch.float64)
+    prepare(module)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in range(2):
+        module.zero_grad()
+        reference.zero_grad()
+        case.loss(module, shard(case.batch(step, torch.float64), rank, world)).backward()
+        case.loss(reference, case.batch(step, torch.float64)).backward()
+        mine = {n.replace("_checkpoint_wrapped_module.", ""): g for n, g in whole_gradients(module).items()}
+        assert_close(mine, gradients(reference), f"wrapped, step {step}")
+
+
+def test_activation_checkpointing() -> None:
+    run_ranks(2, train_checkpointed)
+
+
+def train_checkpointed_compiled() -> None:
+    from dataclasses import replace
+
+    def prepare(module: nn.Module) -> Any:
+        shard_by_blocks(module)
+        return torch.compile(module, backend="aot_eager", fullgraph=True)
+
+    train_and_compare(replace(CASES["gpt_tied"], build_module=Checkpointed), prepare=prepare)
+
+
+def test_activation_checkpointing_in_a_graph() -> None:
+    run_ranks(2, train_checkpointed_compiled)
+
+
+def clip_and_scale() -> None:
+    case = CASES["mlp"]
+    module, reference = case.module(torch.float64), case.module(torch.float64)
+    shard_by_blocks(module)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    case.loss(module, shard(case.batch(0, torch.float64), rank, world)).backward()
+    case.loss(reference, case.batch(0, torch.float64)).backward()
+    mine = nn.utils.clip_grad_norm_(module.parameters(), 0.01)
+    theirs = nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+    torch.testing.assert_close(whole(mine), theirs)
+    assert_close(whole_gradients(module), gradients(reference), "clipped")
+
+
+def test_clipping() -> None:
+    run_ranks(2, clip_and_scale)
+
+
+def save_and_load(folder: str) -> None:
+    case = CASES["gpt_tied"]
+
+    def trained(shard_it: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+        module = case.module(torch.float32)
+        for block in module.blocks:
+            shard_it(block)
+        shard_it(module)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        return module, optimizer
+
+    for source, target in ((fully_shard, torchs_fully_shard), (torchs_fully_shard, fully_shard)):
+        module, optimizer = trained(source)
+        case.loss(module, case.batch(0)).backward()
+        optimizer.step()
+        state = {"model": get_model_state_dict(module), "optimizer": get_optimizer_state_dict(module, optimizer)}
+        where = f"{folder}/{source.__module__}"
+        dcp.save(state, checkpoint_id=where)
+        other, other_optimizer = trained(target)
+        case.loss(other, case.batch(1)).backward()
+        other_optimizer.step()
+        loaded = {
+            "model": get_model_state_dict(other),
+            "optimizer": get_optimizer_state_dict(other, other_optimizer),
+        }
+        dcp.load(loaded, checkpoint_id=where)
+        torch.distributed.checkpoint.state_dict.set_model_state_dict(other, loaded["model"])
+        assert_close(whole_parameters(other), whole_parameters(module), "loaded")
+        plain = case.module(torch.float32)
+        plain_state = {"model": plain.state_dict()}
+        dcp.load(plain_state, checkpoint_id=where)
+        plain.load_state_dict(plain_state["model"])
+        assert_close(dict(plain.named_parameters()), whole_parameters(module), "into the plain model")
+        case.loss(other, case.batch(2)).backward()
+
+
+def test_checkpoints_with_torch(tmp_path: Path) -> None:
+    run_ranks(2, save_and_load, str(tmp_path))
+
+
+def reload(folder: str, world_before: int) -> None:
+    case = CASES["gpt_tied"]
+    module = shard_by_blocks(case.module(torch.float32))
+    if world_before == 0:
+        torch.manual_seed(5)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(1.5)
+        dcp.save({"model": module.state_dict()}, checkpoint_id=folder)
+        return
+    state = {"model": module.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    module.load_state_dict(state["model"])
+    reference = case.module(torch.float32)
+    for mine, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine), theirs.detach() * 1.5)
+    case.loss(module, case.batch(0)).backward()
+
+
+def test_checkpoints_of_another_world(tmp_path: Path) -> None:
+    run_ranks(3, reload, str(tmp_path), 0)
+    run_ranks(2, reload, str(tmp_path), 3)
+
+
+# ---------------------------------------------------------------- bad use
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.out = nn.Linear(4, 7, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.embed(x))
+
+
+def share_across() -> None:
+    module = Tied()
+    fully_shard(module.embed)
+    fully_shard(module.out)
+    fully_shard(module)
+    module(torch.tensor([1]))
+
+
+def test_sharing_between_units_is_refused() -> None:
+    for error in expect_errors(2, [0, 1], share_across).values():
+        assert "already managed by another unit" in error.text
+        assert "embed.weight" in error.text
+
+
+class Reads(MLP):
+    """A module that takes the weight of another one, which is a unit of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.layers[0].weight)
+
+
+def use_outside() -> None:
+    shard_by_blocks(Reads())(torch.randn(2, 8))
+
+
+def test_a_parameter_that_is_used_while_it_is_sharded() -> None:
+    for error in expect_errors(2, [0, 1], use_outside).values():
+        assert "layers.0.weight" in error.traceback
+        assert "unshard()" in error.traceback
+
+
+def wrong_meshes() -> None:
+    for mesh in (init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c")),):
+        with pytest.raises(ValueError, match="1D or 2D DeviceMesh"):
+            fully_shard(MLP(), mesh=mesh)
+    with pytest.raises(ValueError, match="a factor of 2, not 3"):
+        fully_shard(MLP(), reshard_after_forward=3)
+    assert fully_shard(MLP(), reshard_after_forward=2)._lockstep_unit.reshard_after_forward is True
+
+
+def test_bad_arguments() -> None:
+    run_ranks(2, wrong_meshes)

@@ -1,0 +1,128 @@
+"""The judge of sharded models: gradients and updated parameters, one by one, against one process on the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+
+from multirank.harness import lockstep_only, run_ranks
+from multirank.models import CASES
+from multirank.shard_training import OPTIMIZERS, shard_by_blocks, train_and_compare
+
+pytestmark = lockstep_only
+TRANSFORMERS = ("transformers.models.bert.modeling_bert", "transformers.models.llama.modeling_llama")
+# Dynamo itself breaks the graph of an LSTM, and of a model that looks at its data.
+BREAKING = ("lstm", "branches")
+
+
+def train_all(dtype: torch.dtype) -> None:
+    for name in CASES:
+        train_and_compare(name, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_eager(world: int, dtype: torch.dtype) -> None:
+    run_ranks(world, train_all, dtype, preload=TRANSFORMERS)
+
+
+def train_with_all_optimizers() -> None:
+    for optimizer in OPTIMIZERS:
+        train_and_compare("gpt_tied", torch.float32, optimizer=optimizer)
+
+
+def test_optimizers() -> None:
+    run_ranks(2, train_with_all_optimizers)
+
+
+def compile_whole(module: nn.Module, backend: str = "aot_eager") -> Any:
+    torch._dynamo.reset()
+    shard_by_blocks(module)
+    return torch.compile(module, backend=backend, fullgraph=True)
+
+
+def train_compiled(names: list[str], backend: str = "aot_eager") -> list[int]:
+    num_graphs = []
+    for name in names:
+        torch._dynamo.utils.counters.clear()
+        train_and_compare(name, prepare=lambda module: compile_whole(module, backend))
+        num_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return num_graphs
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_one_graph(world: int) -> None:
+    names = [name for name in CASES if name not in BREAKING]
+    values = run_ranks(world, train_compiled, names, preload=TRANSFORMERS)
+    assert values[0] == [1] * len(names)
+
+
+@pytest.mark.slow
+def test_one_graph_by_inductor() -> None:
+    assert run_ranks(2, train_compiled, ["gpt_tied"], "inductor")[0] == [1]
+
+
+def compile_blocks(module: nn.Module) -> None:
+    torch._dynamo.reset()
+    shard_by_blocks(module)
+    for number in range(len(module.blocks)):
+        module.blocks[number] = torch.compile(module.blocks[number], backend="aot_eager", fullgraph=True)
+
+
+def compile_in_place_then_shard(module: nn.Module) -> None:
+    torch._dynamo.reset()
+    for block in module.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    shard_by_blocks(module)
+
+
+def train_with_compiled_blocks() -> list[int]:
+    num_graphs = []
+    for prepare in (compile_blocks, compile_in_place_then_shard):
+        torch._dynamo.utils.counters.clear()
+        torch._dynamo.reset()
+        num_graphs.append(_train_blocks(prepare))
+    return num_graphs
+
+
+def _train_blocks(prepare: Any) -> int:
+    import torch.distributed as dist
+
+    from multirank.models import reference_backward, shard
+    from multirank.shard_training import whole
+
+    case = CASES["gpt_tied"]
+    rank, world = dist.get_rank(), dist.get_world_size()
+    module, reference = case.module(torch.float64), case.module(torch.float64)
+    prepare(module)
+    for step in range(2):
+        module.zero_grad()
+        reference.zero_grad()
+        case.loss(module, shard(case.batch(step, torch.float64), rank, world)).backward()
+        reference_backward(case, reference, case.batch(step, torch.float64), world)
+        for mine, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(whole(mine.grad), theirs.grad)
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def test_compiled_blocks() -> None:
+    """One graph serves all blocks, whether it gathers itself or is gathered for."""
+    assert run_ranks(2, train_with_compiled_blocks)[0] == [1, 1]
+
+
+def train_with_breaks() -> None:
+    train_and_compare("lstm", prepare=_compile_with_breaks)
+
+
+def _compile_with_breaks(module: nn.Module) -> Any:
+    torch._dynamo.reset()
+    shard_by_blocks(module)
+    return torch.compile(module, backend="aot_eager")
+
+
+def test_breaks_in_the_graph() -> None:
+    run_ranks(2, train_with_breaks)

@@ -1,0 +1,368 @@
+"""When gradients of a sharded model are reduced: accumulation, several passes, unused and frozen parameters, hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.fsdp import FSDPModule
+
+from lockstep import fully_shard
+from multirank.compare import assert_close
+from multirank.harness import expect_errors, lockstep_only, run_ranks
+from multirank.models import CASES, GPT, MLP, shard
+from multirank.shard_training import gradients, shard_by_blocks, train_and_compare, whole, whole_gradients
+
+pytestmark = lockstep_only
+
+
+def compiled(module: nn.Module, how: str) -> Any:
+    if how == "eager":
+        return module
+    torch._dynamo.reset()
+    return torch.compile(module, backend="aot_eager", fullgraph=True)
+
+
+MODES = ("eager", "compiled")
+
+
+class Pair:
+    """A sharded model and the same in one process, on the batches of all ranks."""
+
+    def __init__(
+        self, name: str = "gpt_tied", how: str = "eager", prepare: Callable[[nn.Module], Any] = shard_by_blocks
+    ) -> None:
+        self.case = CASES[name]
+        self.module, self.reference = self.case.module(torch.float64), self.case.module(torch.float64)
+        prepare(self.module)
+        self.called = compiled(self.module, how)
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+
+    def loss(self, step: int) -> torch.Tensor:
+        return self.case.loss(self.called, shard(self.case.batch(step, torch.float64), self.rank, self.world))
+
+    def reference_loss(self, step: int) -> torch.Tensor:
+        return self.case.loss(self.reference, self.case.batch(step, torch.float64))
+
+    def compare(self, what: str) -> None:
+        assert_close(whole_gradients(self.module), gradients(self.reference), what)
+
+
+def accumulate(how: str) -> None:
+    pair = Pair(how=how)
+    for _ in range(2):
+        pair.module.zero_grad()
+        pair.reference.zero_grad()
+        with pair.module.no_sync():
+            pair.loss(0).backward()
+            assert all(
+                p.grad is None for p in pair.module.parameters() if isinstance(p, torch.distributed.tensor.DTensor)
+            )
+            pair.loss(1).backward()
+        pair.loss(2).backward()
+        for step in range(3):
+            pair.reference_loss(step).backward()
+        pair.compare("accumulated without communication")
+    pair.loss(3).backward()  # on top, with communication
+    pair.reference_loss(3).backward()
+    pair.compare("accumulated with communication")
+    pair.module.set_requires_gradient_sync(False)
+    pair.loss(4).backward()
+    pair.module.set_requires_gradient_sync(True)
+    pair.loss(5).backward()
+    for step in (4, 5):
+        pair.reference_loss(step).backward()
+    pair.compare("by set_requires_gradient_sync")
+    assert pair.module._root.steps[0].num_windows == 4
+
+
+@pytest.mark.parametrize("how", MODES)
+def test_accumulation(how: str) -> None:
+    run_ranks(2, accumulate, how)
+
+
+def no_recompilation() -> int:
+    pair = Pair(how="compiled")
+    torch._dynamo.utils.counters.clear()
+    for step in range(4):
+        with pair.module.no_sync():
+            pair.loss(step).backward()
+        pair.loss(step).backward()
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def test_accumulation_needs_no_other_graph() -> None:
+    assert run_ranks(2, no_recompilation)[0] == 1
+
+
+def some_units_only() -> None:
+    pair = Pair()
+    first = pair.module.blocks[0]
+    first.set_requires_gradient_sync(False)
+    pair.loss(0).backward()
+    assert all(p.grad is None for p in first.parameters())
+    assert pair.module.blocks[1].up.weight.grad is not None
+    first.set_requires_gradient_sync(True)
+    pair.loss(1).backward()
+    for step in (0, 1):
+        pair.reference_loss(step).backward()
+    pair.compare("a unit that was left out once")
+
+
+def test_some_units_do_not_synchronise() -> None:
+    run_ranks(2, some_units_only)
+
+
+def several_passes(how: str) -> None:
+    pair = Pair(how=how)
+    losses = [pair.loss(0), pair.loss(1)]
+    sum(losses).backward()
+    (pair.reference_loss(0) + pair.reference_loss(1)).backward()
+    pair.compare("two forwards, one backward")
+    if how == "eager":
+        loss = pair.loss(2)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        reference = pair.reference_loss(2)
+        reference.backward(retain_graph=True)
+        reference.backward()
+        pair.compare("two backwards of one graph")
+    first, second = pair.loss(3), pair.loss(4)
+    first.backward()
+    second.backward()
+    for step in (3, 4):
+        pair.reference_loss(step).backward()
+    pair.compare("two forwards, then two backwards")
+
+
+@pytest.mark.parametrize("how", MODES)
+def test_several_passes(how: str) -> None:
+    run_ranks(2, several_passes, how)
+
+
+class Twice(nn.Module):
+    """A block that runs twice, one that does not run, and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(8))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        x = self.blocks[1](self.blocks[0](x * self.scale))
+        return self.head(x)
+
+
+def train_twice(how: str) -> None:
+    torch.manual_seed(3)
+    module, reference = Twice().double(), Twice().double()
+    reference.load_state_dict(module.state_dict())
+    shard_by_blocks(module)
+    called = compiled(module, how)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in range(3):
+        batch = torch.randn(6 * world, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        module.zero_grad()
+        reference.zero_grad()
+        called(batch.chunk(world)[rank]).square().mean().backward()
+        reference(batch).square().mean().backward()
+        assert_close(whole_gradients(module), gradients(reference), f"step {step}")
+    assert module.blocks[2][0].weight.grad is None
+
+
+@pytest.mark.parametrize("how", MODES)
+def test_a_unit_that_runs_twice_and_one_that_does_not(how: str) -> None:
+    run_ranks(2, train_twice, how)
+
+
+def freeze_most(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_("norm" in name or "down" in name)
+
+
+def train_frozen(how: str) -> None:
+    pair = Pair(how=how, prepare=lambda m: (freeze_most(m), shard_by_blocks(m)))
+    freeze_most(pair.reference)
+    for step in range(2):
+        pair.loss(step).backward()
+        pair.reference_loss(step).backward()
+        pair.compare(f"frozen, step {step}")
+    if how == "eager":
+        for side in (pair.module, pair.reference):
+            side.zero_grad()
+            for parameter in side.parameters():
+                parameter.requires_grad_(True)
+        pair.module.reshard()
+        for block in pair.module.blocks:
+            block.reshard()
+        for parameter in pair.module.parameters():
+            parameter.requires_grad_(True)
+        pair.loss(3).backward()
+        pair.reference_loss(3).backward()
+        pair.compare("unfrozen")
+
+
+@pytest.mark.parametrize("how", MODES)
+def test_frozen_parameters(how: str) -> None:
+    run_ranks(2, train_frozen, how)
+
+
+def unfreeze_what_is_compiled() -> str:
+    pair = Pair(how="compiled", prepare=lambda m: (freeze_most(m), shard_by_blocks(m)))
+    pair.loss(0).backward()
+    pair.module.blocks[0].up.weight.requires_grad_(True)
+    try:
+        pair.loss(1)
+    except RuntimeError as error:
+        text = str(error)
+    pair.module.zero_grad()
+    pair.loss(2).backward()
+    assert pair.module.blocks[0].up.weight.grad is not None
+    return text
+
+
+def test_unfreezing_needs_another_graph() -> None:
+    assert "blocks.0.up.weight" in run_ranks(2, unfreeze_what_is_compiled)[0]
+
+
+def train_with_hook(kind: str) -> None:
+    pair = Pair("mlp")
+    hook: Any = {
+        "allreduce": (None, default_hooks.allreduce_hook),
+        "bf16": (None, default_hooks.bf16_compress_hook),
+        "powersgd": (powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook),
+    }[kind]
+    pair.module.register_comm_hook(*hook)
+    for step in range(3):
+        pair.module.zero_grad()
+        pair.reference.zero_grad()
+        pair.loss(step).backward()
+        pair.reference_loss(step).backward()
+        if kind == "allreduce":
+            pair.compare(f"hook, step {step}")
+        for name, gradient in whole_gradients(pair.module).items():
+            expected = gradients(pair.reference)[name]
+            assert gradient is not None
+            assert expected is not None
+            assert gradient.shape == expected.shape
+            if kind == "bf16":
+                assert (gradient - expected).abs().max() < 0.05 * expected.abs().max() + 1e-3
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "bf16", "powersgd"])
+def test_communication_hooks(kind: str) -> None:
+    run_ranks(2, train_with_hook, kind)
+
+
+def late_use() -> None:
+    """A penalty on a parameter outside of every unit's forward comes late, and is reduced by itself."""
+    pair = Pair("mlp")
+    pair.loss(0).backward()
+    weight = pair.module.layers[0].weight
+    penalty = (weight * weight).sum()  # on the shards
+    assert whole(penalty).item() == pytest.approx((pair.reference.layers[0].weight ** 2).sum().item())
+
+
+def test_a_penalty_on_shards() -> None:
+    run_ranks(2, late_use)
+
+
+def other_plan() -> None:
+    module = MLP()
+    if dist.get_rank() == 1:
+        fully_shard(module.layers[0])
+    fully_shard(module)
+    module(torch.randn(2, 8))
+
+
+def test_ranks_with_another_plan() -> None:
+    errors = expect_errors(2, [0, 1], other_plan)
+    for error in errors.values():
+        assert error.type_name == "Disagreement"
+        assert "Ranks shard different models" in error.text
+        assert "units" in error.text
+
+
+def one_rank_accumulates() -> None:
+    module = shard_by_blocks(MLP())
+    module.set_requires_gradient_sync(True)
+    module(torch.randn(2, 8)).sum().backward()
+    if dist.get_rank() == 1:
+        module.layers[0].set_requires_gradient_sync(False)
+    module(torch.randn(2, 8)).sum().backward()
+
+
+def test_ranks_with_other_units_that_synchronise() -> None:
+    outcomes = expect_errors(2, [0, 1], one_rank_accumulates, limit_s=120)
+    assert any("without" in error.text or "failed" in error.text for error in outcomes.values())
+
+
+def fail_and_go_on() -> None:
+    pair = Pair("mlp")
+    pair.loss(0).backward()
+    pair.module.zero_grad()
+    handle = pair.module.layers[2].register_forward_pre_hook(_explode)
+    for _ in range(2):
+        with suppress(ValueError):
+            pair.loss(1)
+    handle.remove()
+    pair.module.reset_iter_state()
+    pair.loss(2).backward()
+    pair.reference_loss(2).backward()
+    pair.compare("after an error in the forward")
+
+
+def _explode(*_: Any) -> None:
+    raise ValueError("bad input")
+
+
+def test_going_on_after_an_error() -> None:
+    run_ranks(2, fail_and_go_on)
+
+
+def train_uneven_unused() -> None:
+    train_and_compare("branches")
+
+
+def test_unused_on_some_ranks() -> None:
+    run_ranks(3, train_uneven_unused)
+
+
+def hooks_after_accumulation() -> None:
+    pair = Pair("mlp")
+    seen: list[torch.Size] = []
+    weight = pair.module.layers[0].weight
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.shape))
+    pair.loss(0).backward()
+    assert seen == [weight.shape]
+    assert isinstance(pair.module, FSDPModule)
+
+
+def test_hooks_on_shards() -> None:
+    run_ranks(2, hooks_after_accumulation)
+
+
+def nothing_is_kept() -> None:
+    import gc
+    import weakref
+
+    module = shard_by_blocks(GPT().double())
+    case = CASES["gpt_tied"]
+    case.loss(module, case.batch(0, torch.float64)).backward()
+    gone = weakref.ref(module)
+    del module
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_model_that_is_dropped_is_freed() -> None:
+    run_ranks(2, nothing_is_kept)
