@@ -147,6 +147,17 @@ _UNFINISHED_STATIC = (
 )
 
 
+def hooks_lost(lost: Sequence[ParameterPlace], *, rank: int) -> UnfinishedReduction:
+    """Gradients came that nobody was told of."""
+    names = ", ".join(f"{place.name} ({place.owner})" for place in lost[:8])
+    return UnfinishedReduction(
+        f"On rank {rank} the gradients of {len(lost)} parameters were not reduced, because the parameters have lost "
+        f"their hooks: {names}{', ...' if len(lost) > 8 else ''}.\nLikely cause: their content was swapped with that "
+        "of other tensors (torch.utils.swap_tensors, or set_swap_module_params_on_conversion with .to() or "
+        "load_state_dict on the inner module).\nFix: do it on the wrapper, or before wrapping."
+    )
+
+
 def unfinished_reduction(
     missing: Sequence[ParameterPlace],
     *,

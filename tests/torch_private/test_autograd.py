@@ -132,6 +132,27 @@ def test_graph_task_id() -> None:
     assert len(set(seen)) == 2
 
 
+def test_install_hooks_again() -> None:
+    seen = []
+    parameter, other = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.zeros(2))
+    parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.tolist()))
+    before = private.inner_tensor(parameter)
+    torch.utils.swap_tensors(parameter, other)
+    assert private.inner_tensor(parameter) != before
+    parameter.sum().backward()
+    assert seen == []  # the hook went with what was behind the parameter
+    private.install_hooks_again(parameter)
+    parameter.sum().backward()
+    assert seen == [[2.0, 2.0]]
+
+
+def test_inner_tensor() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    before = private.inner_tensor(parameter)
+    parameter.data = torch.zeros(2)
+    assert private.inner_tensor(parameter) == before
+
+
 def test_hooks_after() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     handles = [parameter.register_post_accumulate_grad_hook(lambda p: None) for _ in range(2)]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lockstep import torch_private
+from lockstep.agree.board import Board
 from lockstep.agree.watch import Watch
 
 _planes: weakref.WeakKeyDictionary[Any, ControlPlane] = weakref.WeakKeyDictionary()
@@ -50,12 +51,20 @@ class ControlPlane:
         self._timeout = torch_private.group_timeout(process_group)
         self._group: Any = None
         self._num_renewals = 0
+        self._num_started = 0
         self._length = 1
+        self.board = Board(torch_private.default_store(), self._prefix, self._rank, self._world)
 
     def renew(self) -> None:
         """Begin anew, on all ranks: what was under way before is paired with nothing that comes."""
         self._num_renewals += 1
+        self._num_started = 0
         self._group = None
+
+    @property
+    def moment(self) -> str:
+        """A name for the last exchange, the same on all ranks that took part in it."""
+        return f"exchange {self._num_renewals}.{self._num_started}"
 
     def reserve(self, length: int) -> None:
         """Let messages be this long from now on, if they are not longer already; on all ranks at the same time."""
@@ -72,6 +81,7 @@ class ControlPlane:
     def start(self, numbers: Sequence[int], watch: Watch) -> Answer:
         """Start telling all ranks these numbers, and hearing theirs."""
         self.connect(watch)
+        self._num_started += 1
         mine = torch.zeros(self._length, dtype=torch.int64)
         mine[: len(numbers)] = torch.tensor(numbers)
         everyones = torch.empty(self._world * self._length, dtype=torch.int64)

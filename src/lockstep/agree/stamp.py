@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
-from lockstep.agree.watch import Watch
+from lockstep.agree.board import Board
 from lockstep.errors import Disagreement, rank_table
 
 _DIGEST_BYTES = 7  # fits a signed 64-bit number
@@ -30,6 +30,7 @@ class Stamp:
     cast: tuple[str, ...]
     exchange: str
     num_buckets: int
+    skipped: tuple[str, ...]
     resets: int
 
     def digest(self) -> int:
@@ -45,22 +46,36 @@ _WORDS = {
     "kind": ("kind of window", "only some ranks ran a forward before this backward, or a second backward after it"),
     "updates": (
         "optimizer steps so far",
-        "an extra backward, or no_sync(), on some ranks only: this reduction pairs up gradients of different steps",
+        "an extra backward, no_sync(), or a skipped optimizer.step() on some ranks only: this reduction pairs up "
+        "gradients of different steps",
     ),
     "plan": ("the plan", "another model or bucket size with init_sync=False, or unfrozen on some ranks only"),
     "frozen": ("frozen parameters", "requires_grad was changed on some ranks only"),
     "cast": ("parameters of another dtype than planned", "parameters were cast on some ranks only"),
     "exchange": ("communication hook or divisor", "a communication hook was registered on some ranks only"),
     "num_buckets": ("buckets that left", "a rank skipped or repeated some"),
+    "skipped": (
+        "buckets left out as unused",
+        "skip_all_reduce_unused_params=True needs the same unused parameters on all ranks",
+    ),
     "resets": ("calls of reset_sync_window()", "it must be called on all ranks"),
 }
 
 
-def disagreement(watch: Watch, key: str, mine: Stamp, timeout_seconds: float) -> Disagreement:
-    """Once digests differ, on all ranks: post the stamps, and make the error that shows what differs."""
-    assert watch.board is not None
-    told = watch.board.gather(f"stamp {key}", json.dumps(asdict(mine)), timeout_seconds)
-    return describe_difference({rank: json.loads(text) for rank, text in told.items()}, mine.window)
+def disagreement(board: Board, key: str, mine: Stamp, updates_itself: bool, seconds: float) -> Disagreement | None:
+    """Once digests differ, on all ranks: post the stamps, and make the error that shows what differs.
+
+    ``updates_itself``: whether an optimizer of this rank updates the model. None where all that differs is the number
+    of updates of ranks that are given their weights by others.
+    """
+    told = board.gather(key, json.dumps([asdict(mine), updates_itself]), seconds)
+    facts = {rank: json.loads(text) for rank, text in told.items()}
+    stamps = {rank: stamp for rank, (stamp, _) in facts.items()}
+    updates = {stamp["updates"] for stamp, updates_itself in facts.values() if updates_itself}
+    others = {json.dumps({**stamp, "updates": 0}) for stamp in stamps.values()}
+    if len(others) == 1 and len(updates) <= 1 < len({stamp["updates"] for stamp in stamps.values()}):
+        return None
+    return describe_difference(stamps, mine.window)
 
 
 def describe_difference(stamps: Mapping[int, Mapping[str, object]], window: int) -> Disagreement:
@@ -72,12 +87,18 @@ def describe_difference(stamps: Mapping[int, Mapping[str, object]], window: int)
         if len(set(values.values())) > 1:
             first = first or values
             sections.append(f"{title}:\n{rank_table(values)}\n  likely cause: {cause}")
+    weights_differ = len({stamp.get("updates") for stamp in stamps.values()}) > 1
+    going_on = "call reset_sync_window() and zero_grad() on all ranks and repeat the step"
+    if weights_differ:
+        going_on = (
+            "the weights must be made equal, since ranks have updated them in different steps: call "
+            "reset_sync_window(take_weights_from=0) on all ranks, give each optimizer rank 0's state, and zero_grad()"
+        )
     body = "\n".join(sections) or "  (the digests differ, but no field does)"
     return Disagreement(
         f"Ranks do not do the same in window {window}, so their gradients must not be used:\n{body}\n"
-        "Nothing was updated in this step. Fix: let all ranks do the same; to go on in this process, call "
-        "reset_sync_window() and zero_grad() on all ranks and repeat the step. check='off' on the wrapper turns this "
-        "comparison off.",
+        f"Nothing was updated in this step. Fix: let all ranks do the same; to go on in this process, {going_on}. "
+        "check='off' on the wrapper turns this comparison off.",
         first,
     )
 

@@ -22,6 +22,7 @@ from torch import Tensor, fx
 
 from lockstep import torch_private
 from lockstep.engine.registry import slot_of
+from lockstep.engine.step_guard import before_update
 
 if TYPE_CHECKING:
     from lockstep.ddp.wrapper import DistributedDataParallel
@@ -68,7 +69,10 @@ class GraphDispatcher:
             compiled = self._backend(gm, inputs, **options)
         else:
             compiled = owner._parts.compilation.compiler_for(self._backend).compile_fn(gm, inputs, **options)
-        return Inlined(compiled, inlined) if inlined else compiled
+        if inlined:
+            return Inlined(compiled, inlined)
+        updated = _parameters_changed_by(gm, inputs)
+        return Updating(compiled, updated) if updated else compiled
 
 
 class Inlined:
@@ -89,6 +93,41 @@ class Inlined:
             with torch.set_grad_enabled(is_training):
                 wrapper._post_forward(outputs)
         return outputs
+
+
+class Updating:
+    """A graph that updates parameters (a compiled optimizer step): checked as the optimizer itself would be."""
+
+    def __init__(self, compiled: Callable[..., Any], parameters: Sequence[Tensor]) -> None:
+        self._compiled = compiled
+        self._ids = {id(parameter) for parameter in parameters}
+        steps = {found[0] for found in map(slot_of, parameters) if found is not None}
+        self._steps = [weakref.ref(step) for step in steps]
+
+    @torch_private.leave_to_python
+    def __call__(self, *args: Any) -> Any:
+        for reference in self._steps:
+            step = reference()
+            if step is not None:
+                before_update(step, lambda: self._ids)
+        return self._compiled(*args)
+
+
+def _parameters_changed_by(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Tensor]:
+    """The parameters of wrapped models that operators of a graph change in place."""
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    values = dict(zip(placeholders, inputs, strict=False))
+    # What an optimizer has is not an input to dynamo, but belongs to the graph.
+    values |= {node: getattr(gm, node.target, None) for node in gm.graph.nodes if node.op == "get_attr"}
+    known = {node: value for node, value in values.items() if isinstance(value, Tensor) and slot_of(value) is not None}
+    changed: list[Tensor] = []
+    for node in gm.graph.nodes if known else ():
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        if node.op in ("call_function", "call_method") and name.split(".")[0].endswith("_") and node.args:
+            first = node.args[0]
+            targets = first if isinstance(first, (list, tuple)) else (first,)
+            changed += [known[target] for target in targets if isinstance(target, fx.Node) and target in known]
+    return changed
 
 
 def _take_marks(gm: fx.GraphModule) -> dict[DistributedDataParallel, bool]:

@@ -19,16 +19,23 @@ def make_ranks_equal(wrapped: setup.Wrapped, options: Options, peers: Peers, chu
         mine = setup.describe(wrapped.module, ignored, compared, wrapped.plan, with_buffers=with_buffers)
         agree_on_model(peers.board, mine, settings.agreement_timeout())
     peers.connect()
-    sync_module_states(
-        wrapped.module,
-        peers.group,
-        source=0,
-        ignored=wrapped.ignored,
-        with_buffers=options.syncs_buffers_at_wrap,
-        chunk_bytes=chunk_bytes,
-        watch=peers.watch,
-    )
+    take_state(wrapped, peers, 0, chunk_bytes, with_buffers=options.syncs_buffers_at_wrap)
     if options.delayed_names:
         parameters = dict(wrapped.module.named_parameters(remove_duplicate=False))
         delayed = [parameters[name] for name in options.delayed_names]
         broadcast_tensors(delayed, peers.group, 0, chunk_bytes, peers.watch)
+
+
+def take_state(
+    wrapped: setup.Wrapped, peers: Peers, source: int, chunk_bytes: int, *, with_buffers: bool = True
+) -> None:
+    """Take the parameters and buffers of one rank of the group."""
+    sync_module_states(
+        wrapped.module,
+        peers.group,
+        source=source,
+        ignored=wrapped.ignored,
+        with_buffers=with_buffers,
+        chunk_bytes=chunk_bytes,
+        watch=peers.watch,
+    )

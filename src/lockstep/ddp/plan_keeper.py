@@ -151,6 +151,7 @@ class PlanKeeper:
                 error = errors.model_changed(slot.name, "was added or replaced", rank=self._peers.rank)
                 self._log.data.set_error_and_log(str(error))
                 raise error
+        self._hooks.find_again()
         planned = {id(slot.parameter) for slot in self._step.reducer.slots}
         if not {id(slot.parameter) for slot in slots} <= planned:
             # Those frozen since they were planned stay in: they may be unfrozen again.

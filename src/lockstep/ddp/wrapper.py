@@ -26,7 +26,7 @@ from lockstep import torch_private
 from lockstep.agree.model import wrap_failures_told
 from lockstep.ddp import dispatch, setup
 from lockstep.ddp.comm_hooks import check_comm_hook
-from lockstep.ddp.equal import make_ranks_equal
+from lockstep.ddp.equal import make_ranks_equal, take_state
 from lockstep.ddp.logbook import throw
 from lockstep.ddp.options import BucketOrder, Device, Options, Overlap
 from lockstep.ddp.parts import BROADCAST_CHUNK_BYTES, build_parts
@@ -261,10 +261,16 @@ class DistributedDataParallel(TorchNames, _Base):
             divide_by_initial_world_size=divide_by_initial_world_size,
         )
 
-    def reset_sync_window(self) -> None:
-        """Forget the reduction that is under way, on all ranks, after an error in a backward that was caught."""
-        reset_together(self.step)
+    def reset_sync_window(self, *, take_weights_from: int | None = None) -> None:
+        """Forget the reduction that is under way, on all ranks, after an error in a backward that was caught.
+
+        ``take_weights_from``: a rank of the group whose parameters and buffers all take, where weights have come to
+        differ; the optimizers' states are the caller's to make equal.
+        """
+        reset_together(self.step, take_weights_from)
         self._parts.precision.restore()
+        if take_weights_from is not None:
+            take_state(self._wrapped, self._peers, take_weights_from, BROADCAST_CHUNK_BYTES)
 
     @property
     def require_manual_backward_finalization(self) -> bool:
@@ -418,6 +424,7 @@ class DistributedDataParallel(TorchNames, _Base):
         return super()._apply(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        self._parts.keeper.look_again()
         rename_keys(state_dict, prefix, set(self.module.state_dict(prefix=f"{prefix}module.")))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 

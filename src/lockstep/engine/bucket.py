@@ -31,6 +31,7 @@ class Slot:
         "found_unused",
         "held",
         "hook_id",
+        "inner",
         "is_dense_row_major",
         "is_dtensor",
         "is_taken",
@@ -70,6 +71,7 @@ class Slot:
         self.held: Tensor | None = None  # the tensor that was in .grad, to be put back with the result
         self.accumulator: Any = None  # autograd's node that adds into .grad, once asked for
         self.hook_id = 0
+        self.inner = 0  # the tensor behind the parameter that the hook is on
         self.num_fires = 0
         self.expected_fires: int | None = None
 
@@ -206,6 +208,11 @@ class LiveBucket:
 
 
 _data_of = attrgetter("parameter")
+
+
+def has_lost_hook(slot: Slot) -> bool:
+    """Whether the hook on a parameter went with what was behind it (``torch.utils.swap_tensors``)."""
+    return slot.inner != 0 and slot.inner != torch_private.inner_tensor(slot.parameter)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

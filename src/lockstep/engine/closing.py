@@ -42,7 +42,9 @@ class Closing:
         if self.union.control is None:
             return self._unite_alone(bits, used)
         reducer.land_unordered()
-        bits, counts = self.union.unite(reducer.transport, self._stamp, bits, used, self._moment)
+        bits, counts = self.union.unite(
+            reducer.transport, self._stamp, bits, used, self._moment, self._step.updates_itself
+        )
         self.used_counts = self.used_counts if counts is None else counts
         return bits
 
@@ -83,12 +85,13 @@ class Closing:
             wrapper=self.union.name,
             window=step.num_windows,
             kind=step.kind.value,
-            updates=step.updates_before,
+            updates=step.updates_before if self.union.compares_updates else 0,
             plan=reducer.plan.digest,
             frozen=step.frozen,
             cast=step.casts.names(),
             exchange=reducer.exchange.name if divisor is None else f"{reducer.exchange.name} over {divisor:g} ranks",
-            num_buckets=reducer.num_buckets_reduced if not step.skips_unused_buckets else -1,
+            num_buckets=reducer.num_buckets_reduced,
+            skipped=tuple(bucket.shown_names for bucket in reducer.buckets if bucket.skipped),
             resets=step.num_resets,
         )
 
@@ -101,7 +104,12 @@ class Closing:
             return False
         if step.static.is_on:
             return step.static.just_learned
-        return step.finds_unused and not step.skips_unused_buckets
+        return step.finds_unused and not self._decides_alone
+
+    @property
+    def _decides_alone(self) -> bool:
+        """Whether used parameters are this rank's own matter: an exchange on the gradients' group is to be spared."""
+        return self._step.skips_unused_buckets and self.union.control is None
 
     def local_used_counts(self) -> list[int]:
         """1 for each parameter, in declaration order, that this rank has a new gradient for."""
@@ -115,7 +123,7 @@ class Closing:
         step = self._step
         if step.kind is Kind.FOLLOW_UP or not (step.static.is_on or step.finds_unused):
             return None
-        if step.finds_unused and step.skips_unused_buckets and not step.static.is_on:
+        if self._decides_alone and not step.static.is_on:
             return lambda slot: slot.dirty or not slot.found_unused
         counts = self.used_counts
         return None if counts is None else lambda slot: counts[slot.position] > 0

@@ -6,10 +6,13 @@ they come here too.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from lockstep.engine.casts import MEETING_SECONDS
 from lockstep.engine.states import State
+from lockstep.errors import Disagreement, rank_table
 
 if TYPE_CHECKING:
     from lockstep.engine.step import SyncStep
@@ -17,16 +20,23 @@ if TYPE_CHECKING:
 _PATIENCE_SECONDS = 8.0  # others may still be raising what all of them are to handle
 
 
-def reset_together(step: SyncStep) -> None:
-    """Forget the current window on all ranks: what some have sent the others send too, so that all are level."""
+def reset_together(step: SyncStep, take_weights_from: int | None = None) -> None:
+    """Forget the current window on all ranks: what some have sent the others send too, so that all are level.
+
+    Where ranks have made different numbers of updates their weights differ, and this is an error on all ranks unless
+    they take the weights of one (``take_weights_from``), which is the caller's to do.
+    """
     reducer, watch = step.reducer, step.reducer.transport.watch
+    facts: dict[int, tuple[int, int, int | None]] = {}
     if watch.board is not None and reducer.world > 1:
         sent = sum(bucket.has_left and not bucket.skipped for bucket in reducer.buckets)
         sent = sent if step.state is not State.IDLE else 0
         key = f"reset {step.num_resets + 1}"
-        told = watch.meet(key, "reset_sync_window()", str(sent), MEETING_SECONDS, patience_seconds=_PATIENCE_SECONDS)
+        mine = json.dumps([sent, step.num_updates, take_weights_from])
+        told = watch.meet(key, "reset_sync_window()", mine, MEETING_SECONDS, patience_seconds=_PATIENCE_SECONDS)
+        facts = {rank: json.loads(text) for rank, text in told.items()}
         if reducer.exchange.is_linear:
-            _catch_up(step, sent, max(map(int, told.values())))
+            _catch_up(step, sent, max(fact[0] for fact in facts.values()))
         control = step.closing.union.control
         if control is not None:
             control.renew()
@@ -35,10 +45,27 @@ def reset_together(step: SyncStep) -> None:
             reducer.transport.audit.renew()
             reducer.transport.audit.connect(watch)
         watch.clear_failure()
-        step.num_updates = 0
-        step.has_fresh_gradients = False
     step.num_resets += 1
     step.reset()
+    if facts:
+        _require_equal(step, facts)
+        step.num_updates = 0
+        step.has_fresh_gradients = False
+
+
+def _require_equal(step: SyncStep, facts: Mapping[int, tuple[int, int, int | None]]) -> None:
+    """Raise on all ranks where weights differ and nothing is to be done about it."""
+    sources = {rank: str(source) for rank, (_, _, source) in facts.items()}
+    updates = {rank: str(number) for rank, (_, number, _) in facts.items()}
+    if len(set(sources.values())) > 1:
+        raise Disagreement(f"Ranks would take the weights of different ranks:\n{rank_table(sources)}", sources)
+    if len(set(updates.values())) > 1 and set(sources.values()) == {"None"} and step.closing.union.compares_updates:
+        raise Disagreement(
+            "Ranks have updated the model a different number of times, so their weights differ:\n"
+            f"{rank_table(updates)}\nFix: call reset_sync_window(take_weights_from=0) on all ranks and give each "
+            "optimizer rank 0's state, or load a checkpoint on all ranks.",
+            updates,
+        )
 
 
 def _catch_up(step: SyncStep, sent: int, most: int) -> None:

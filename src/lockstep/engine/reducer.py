@@ -62,6 +62,7 @@ class Reducer:
         self.transport = self.mean._transport = transport
         if isinstance(self.exchange, HookExchange):
             self.exchange._transport = transport
+            transport.keep_order_of(self)
 
     def set_comm_hook(self, state: Any, hook: CommHook, name: str) -> None:
         if isinstance(self.exchange, HookExchange):
@@ -70,6 +71,7 @@ class Reducer:
                 f"{self.exchange.name}; write one hook that does both, or build a new wrapper."
             )
         self.exchange = HookExchange(self.transport, state, hook, name)
+        self.transport.keep_order_of(self)
         if self.slots:
             self.memory.serve_hook(self.slots[0].parameter.device)
 
@@ -112,7 +114,6 @@ class Reducer:
             elif not self._is_full(bucket, gradients):
                 self.memory.pack(bucket, gradients, self.scale_of(bucket), takes=takes)
             assert bucket.flat is not None
-            self._finish_previous_hook(bucket.flat)
             packed = now()
             bucket.flight = self.exchange.start(bucket, bucket.flat, is_last=bucket is self.buckets[-1])
             if self.timeline.precise and hasattr(bucket.flight, "note_landing"):
@@ -129,18 +130,14 @@ class Reducer:
             return False
         return all(slot.is_taken for slot in bucket.slots)
 
-    def _finish_previous_hook(self, flat: Tensor) -> None:
-        """On a backend whose follow-up collectives start in its own threads, hooks run one bucket after the other.
-
-        A hook may start another collective when its first one is done (PowerSGD does). With two buckets under way
-        these would start in a different order on each rank, and be paired up wrongly. A hook that starts all its
-        collectives at once, or orders them itself, says so by an attribute: ``hook.keeps_order = True``.
-        """
-        if not self.exchange.keeps_order and self.transport.blocks_host(flat.device):
-            self.land_unordered()
-
     def land_unordered(self) -> None:
-        """Finish what is under way before the next collective, if a hook's own ones might come in between."""
+        """Finish what is under way before the next collective, if a hook's own ones might come in between.
+
+        A hook may start another collective when its first one is done (PowerSGD does), on gloo in a thread of the
+        backend.  With two buckets under way these would start in a different order on each rank, and be paired up
+        wrongly; so buckets go one after the other.  A hook that starts all its collectives at once, or orders them
+        itself, says so by an attribute: ``hook.keeps_order = True``.
+        """
         if not self.exchange.keeps_order:
             for bucket in self.buckets:
                 if bucket.flight is not None:

@@ -30,6 +30,7 @@ queues the callback in the outermost pass instead, whose end marks the rest as u
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -404,6 +405,17 @@ class SyncStep:
         self.static.just_learned = False
         self.lane.forget_broken_pass()
         self.forget_pass()
+
+    def updates_itself(self) -> bool:
+        """Whether any optimizer of this process has a parameter of this model; a search through all objects."""
+        ids = {id(slot.parameter) for slot in self.reducer.slots}
+        return any(
+            id(parameter) in ids
+            for found in gc.get_objects()
+            if issubclass(type(found), torch.optim.Optimizer)  # asking an object for its class may run code of its own
+            for group in found.param_groups
+            for parameter in group["params"]
+        )
 
     def add_post_backward_futures(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
         self._post_backward_futures.extend(futures)

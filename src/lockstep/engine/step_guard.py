@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep import errors
+from lockstep.engine.bucket import has_lost_hook
 from lockstep.engine.states import State
 from lockstep.engine.step import SyncStep
 
@@ -35,19 +37,25 @@ def watch(step: SyncStep) -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
-        return  # a compiled step is traced once; the check would be traced away with it
+        return  # it is traced once, and would be traced away; the graph itself is watched, see ddp/dispatch.py
     for reference in _steps_of(optimizer):
         step = reference()
-        if step is None:
-            continue
-        if step.state is not State.IDLE:
-            if not step.closing.is_collecting:
-                _stop_unfinished(step, optimizer)
-        elif step.holds_local_gradients and step.reducer.world > 1:
-            _warn_local(step, optimizer)
-        if step.has_fresh_gradients:
-            step.has_fresh_gradients = False
-            step.num_updates += 1
+        if step is not None:
+            before_update(step, lambda: _ids(optimizer))
+
+
+def before_update(step: SyncStep, stepped: Callable[[], set[int]]) -> None:
+    """Some parameters of a model (``stepped``, by ``id``) are about to be updated: count it, and stop what is wrong."""
+    if step.state is not State.IDLE:
+        if not step.closing.is_collecting:
+            _stop_unfinished(step, stepped())
+    elif step.holds_local_gradients and step.reducer.world > 1:
+        _warn_local(step, stepped())
+    elif step.has_forward and step.reducer.world > 1:
+        _stop_without_hooks(step, stepped())
+    if step.has_fresh_gradients:
+        step.has_fresh_gradients = False
+        step.num_updates += 1
 
 
 def _steps_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[SyncStep]]:
@@ -65,8 +73,7 @@ def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
-def _stop_unfinished(step: SyncStep, optimizer: torch.optim.Optimizer) -> None:
-    stepped = _ids(optimizer)
+def _stop_unfinished(step: SyncStep, stepped: set[int]) -> None:
     slots = step.reducer.slots
     if not any(id(slot.parameter) in stepped and (slot.is_taken or slot.parameter.grad is not None) for slot in slots):
         return
@@ -77,8 +84,23 @@ def _stop_unfinished(step: SyncStep, optimizer: torch.optim.Optimizer) -> None:
     raise error
 
 
-def _warn_local(step: SyncStep, optimizer: torch.optim.Optimizer) -> None:
-    stepped = _ids(optimizer)
+def _stop_without_hooks(step: SyncStep, stepped: set[int]) -> None:
+    """A forward ran, and no reduction since: a mistake only if gradients can come without our being told."""
+    lost = [
+        slot
+        for slot in step.reducer.slots
+        if slot.parameter.requires_grad
+        and id(slot.parameter) in stepped
+        and slot.parameter.grad is not None
+        and has_lost_hook(slot)
+    ]
+    if lost:
+        error = errors.hooks_lost([slot.place for slot in lost], rank=step.reducer.rank)
+        step.reducer.transport.watch.post_failure(error)
+        raise error
+
+
+def _warn_local(step: SyncStep, stepped: set[int]) -> None:
     names = [
         slot.name
         for slot in step.reducer.slots

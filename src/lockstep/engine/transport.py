@@ -5,6 +5,7 @@ What a backend can do (average by itself, be waited for without stopping the hos
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from lockstep.engine.flight import Moment, WorkFlight
 
 # Waiting for a collective of these stops the host, so it must be watched.
 _HOST_BACKENDS = ("gloo", "mpi", "ucc")
+
+
+_unordered: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 
 
 class Transport:
@@ -70,7 +74,7 @@ class Transport:
     def start_all_reduce(self, tensor: Tensor, *, mean: bool, name: str = "") -> WorkFlight:
         """Start the sum or mean of ``tensor`` over the group, in place."""
         wire = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        self._audit(name or "all-reduce", wire)
+        self._before(name or "all-reduce", wire)
         op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
         work = torch_private.all_reduce(self.process_group, wire, op)
         return WorkFlight(work, self.blocks_host(tensor.device))
@@ -78,7 +82,7 @@ class Transport:
     def start_all_gather(self, gathered: Tensor, mine: Tensor, name: str) -> WorkFlight:
         """Start collecting everyone's ``mine``, in the order of ranks."""
         gathered, mine = (torch.view_as_real(t) if t.is_complex() else t for t in (gathered, mine))
-        self._audit(name, mine)
+        self._before(name, mine)
         # The newer name of the same; looked up here, since the older one will go.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         work = gather(gathered, mine, group=self.process_group, async_op=True)
@@ -87,7 +91,7 @@ class Transport:
     def start_reduce_scatter(self, mine: Tensor, everyones: Tensor, *, mean: bool, name: str) -> WorkFlight:
         """Start the sum or mean of ``everyones`` over the group, of which each rank gets its part."""
         mine, everyones = (torch.view_as_real(t) if t.is_complex() else t for t in (mine, everyones))
-        self._audit(name, everyones)
+        self._before(name, everyones)
         op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         work = scatter(mine, everyones, op=op, group=self.process_group, async_op=True)
@@ -95,26 +99,26 @@ class Transport:
 
     def start_sparse_all_reduce(self, tensor: Tensor, name: str) -> WorkFlight:
         """Start the sum of a sparse tensor, on a backend that has one."""
-        self._audit(name, tensor)
+        self._before(name, tensor)
         return WorkFlight(
             dist.all_reduce(tensor, group=self.process_group, async_op=True), self.blocks_host(tensor.device)
         )
 
     def start_max(self, tensor: Tensor) -> WorkFlight:
         """Start the maximum of ``tensor`` over the group, in place."""
-        self._audit("maximum", tensor)
+        self._before("maximum", tensor)
         work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.process_group, async_op=True)
         return WorkFlight(work, self.blocks_host(tensor.device))
 
     def start_broadcast(self, tensor: Tensor, source: int) -> WorkFlight:
         """Start sending ``tensor`` from group rank ``source`` to all, in place."""
-        self._audit(f"broadcast from rank {source}", tensor)
+        self._before(f"broadcast from rank {source}", tensor)
         work = dist.broadcast(tensor, group=self.process_group, group_src=source, async_op=True)
         return WorkFlight(work, self.blocks_host(tensor.device))
 
     def all_gather(self, tensor: Tensor, moment: Moment) -> list[Tensor]:
         """Everyone's ``tensor``, of the same shape on all ranks."""
-        self._audit("all-gather", tensor)
+        self._before("all-gather", tensor)
         parts = [torch.empty_like(tensor) for _ in range(self.world)]
         work = dist.all_gather(parts, tensor, group=self.process_group, async_op=True)
         WorkFlight(work, self.blocks_host(tensor.device)).land(self.watch, moment)
@@ -122,9 +126,19 @@ class Transport:
 
     def announce_hook(self, name: str, flat: Tensor) -> None:
         """A communication hook is about to start collectives of its own on this group."""
-        self._audit(name, flat)
+        self._before(name, flat)
 
-    def _audit(self, name: str, tensor: Tensor) -> None:
+    def keep_order_of(self, reducer: Any) -> None:
+        """Finish what this reducer has under way before anything else is started on the group, by whomever.
+
+        For hooks that start collectives later, see ``Reducer.land_unordered``.
+        """
+        _unordered.setdefault(self.process_group, weakref.WeakSet()).add(reducer)
+
+    def _before(self, name: str, tensor: Tensor) -> None:
+        """What comes before every collective."""
+        for reducer in _unordered.get(self.process_group, ()) if self.blocks_host(tensor.device) else ():
+            reducer.land_unordered()
         if self.audit is not None:
             self.audit.before(name, tensor)
 

@@ -33,6 +33,8 @@ class Union:
         self.name = name  # of the model, the same on all ranks
         self.check: Check = check
         self._num_bits = 1
+        # Not where some ranks never update the model themselves, but are given its weights.
+        self.compares_updates = True
 
     def reserve(self, num_bits: int) -> None:
         """Make room for sets of this size."""
@@ -52,15 +54,23 @@ class Union:
         bits: int,
         used: Sequence[int] | None,
         moment: Callable[[], str],
+        updates_itself: Callable[[], bool],
     ) -> tuple[int, list[int] | None]:
-        """Compare stamps; returns the bits that any rank has, and how many ranks used each parameter."""
+        """Compare stamps; returns the bits that any rank has, and how many ranks used each parameter.
+
+        ``updates_itself`` is asked only where stamps differ: whether an optimizer of this rank updates the model.
+        """
         mine = stamp() if self.check != "off" else None
         digest = mine.digest() if mine is not None else _UNCHECKED
         digests, united, counts = self._tell(transport, digest, bits, used, moment)
         if digests - {digest, _JOINED}:
             if mine is None:
                 raise errors.Disagreement("Ranks were wrapped with different values of check=.")
-            raise disagreement(transport.watch, f"{mine.window} {mine.resets}", mine, _STAMP_SECONDS)
+            assert self.control is not None
+            error = disagreement(self.control.board, self.control.moment, mine, updates_itself(), _STAMP_SECONDS)
+            if error is not None:
+                raise error
+            self.compares_updates = False
         return united, counts
 
     def mirror(self, transport: Transport, num_used: int, moment: Callable[[], str]) -> tuple[int, list[int] | None]:

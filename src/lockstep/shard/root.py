@@ -131,6 +131,7 @@ class Team:
             raise NotImplementedError("A communication hook together with replicas (a 2D mesh) is not there yet.")
         self.memory.divides = False
         self.exchange = reducer.exchange = HookExchange(reducer.transport, self.memory.loads, state, hook, name)
+        reducer.transport.keep_order_of(reducer)
 
     def compare(self, plan: ShardPlan) -> None:
         """Raise on all ranks if they do not shard the same model in the same way."""

@@ -40,6 +40,8 @@ _NAMES_BY_PART = {
         "hooks_after",
         "in_backward",
         "in_nested_backward",
+        "inner_tensor",
+        "install_hooks_again",
         "is_compiled_node",
         "memory_owners",
         "move_hook_to_end",

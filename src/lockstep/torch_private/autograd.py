@@ -21,6 +21,8 @@ __all__ = [
     "hooks_after",
     "in_backward",
     "in_nested_backward",
+    "inner_tensor",
+    "install_hooks_again",
     "is_compiled_node",
     "memory_owners",
     "move_hook_to_end",
@@ -65,6 +67,18 @@ def engine_will_run(node: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
         return False
+
+
+def inner_tensor(tensor: torch.Tensor) -> int:
+    """The address of what is behind a Python tensor; ``torch.utils.swap_tensors`` gives it that of another."""
+    return int(tensor._cdata)
+
+
+def install_hooks_again(tensor: torch.Tensor) -> None:
+    """Give the tensor behind ``tensor`` the post-accumulate hooks that its Python side has; the other was swapped."""
+    hooks = tensor._post_accumulate_grad_hooks
+    if hooks is not None:
+        tensor._post_accumulate_grad_hooks = hooks
 
 
 def memory_owners(tensor: torch.Tensor) -> int:

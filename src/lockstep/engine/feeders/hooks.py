@@ -17,7 +17,7 @@ from torch.autograd.profiler import record_function
 
 from lockstep import torch_private
 from lockstep.engine import registry
-from lockstep.engine.bucket import Slot
+from lockstep.engine.bucket import Slot, has_lost_hook
 from lockstep.engine.feeders import compiled_autograd
 from lockstep.engine.step import SyncStep
 from lockstep.engine.used import find_tensors, parameters_reached_from
@@ -45,10 +45,21 @@ class HookFeeder:
         if is_frozen:  # for now; it takes no hook otherwise
             slot.parameter.requires_grad_(True)
         handle = slot.parameter.register_post_accumulate_grad_hook(partial(function, slot))
-        slot.hook_id = handle.id
+        slot.hook_id, slot.accumulator = handle.id, None
+        slot.inner = torch_private.inner_tensor(slot.parameter)
         if is_frozen:
             slot.parameter.requires_grad_(False)
         return handle
+
+    def find_lost(self) -> list[Slot]:
+        """The parameters that have lost their hook (``torch.utils.swap_tensors``)."""
+        return [slot for slot in self._step.reducer.slots if has_lost_hook(slot)]
+
+    def find_again(self) -> None:
+        """Let parameters that have lost their hooks have them again, other people's too."""
+        for slot in self.find_lost():
+            torch_private.install_hooks_again(slot.parameter)
+            slot.inner, slot.accumulator = torch_private.inner_tensor(slot.parameter), None
 
     @property
     def is_attached(self) -> bool:
