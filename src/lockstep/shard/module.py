@@ -146,7 +146,7 @@ class ShardedModule(FSDPModule):
             unit.all_reduces = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted; every backward that synchronises ends with its gradients reduced, so there is nothing to wait for."""
+        """Accepted; every backward that synchronises ends with its gradients reduced: nothing is left to wait for."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -158,8 +158,8 @@ class ShardedModule(FSDPModule):
         try:
             yield
         finally:
-            for unit, (unit.syncs, unit.all_reduces) in zip(units, before, strict=True):
-                pass
+            for unit, (syncs, all_reduces) in zip(units, before, strict=True):
+                unit.syncs, unit.all_reduces = syncs, all_reduces
 
     def reset_iter_state(self) -> None:
         """Forget a step that raised, on all ranks; its gradients are lost."""
@@ -254,9 +254,9 @@ def _read_while_sharded(unit: Unit) -> str:
     units = [] if unit.root is None else unit.root.units
     names = [p.name for inner in units if not inner.is_full for p in inner.parameters]
     return (
-        "lockstep: a parameter was read while it is sharded, outside of the forward of the module that has it. These are "
-        f"sharded now: {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}. Call the module that has it, or "
-        "unshard() it before."
+        "lockstep: a parameter was read while it is sharded, outside of the forward of the module that has it. These "
+        f"are sharded now: {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}. Call the module that has it, "
+        "or unshard() it before."
     )
 
 

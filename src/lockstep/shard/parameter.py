@@ -112,7 +112,8 @@ class ShardedParameter:
         mesh = self.whole_spec.mesh
         if mesh is not self.mesh.spmd and mesh != self.mesh.spmd:
             raise ValueError(
-                "Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got different mesh objects"
+                "Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got different mesh "
+                "objects"
             )
         placements = list(theirs)
         for kind, dims in (("shard", self.mesh.shard_dims), ("replicate", self.mesh.replicate_dims)):

@@ -33,6 +33,7 @@ from lockstep.engine.used import find_tensors, parameters_reached_from
 from lockstep.observe.timeline import Timeline
 from lockstep.plan import Bucket, BucketCaps, ParameterSpec, Plan
 from lockstep.settings import agreement_timeout
+from lockstep.shard.ahead import GatherOrder
 from lockstep.shard.exchange import HookExchange, Load, ScatterExchange
 from lockstep.shard.layout import ShardPlan, UnitLayout, flat_layouts
 from lockstep.shard.memory import ShardMemory
@@ -158,6 +159,7 @@ class Root:
         self._last_order: list[Unit] = []
         self._this_order: list[Unit] = []
         self._is_end_queued = False
+        self.orders = (GatherOrder(), GatherOrder())  # of compiled graphs: in forwards, in backwards
         self._requires_grad = self._flags()
         for number, unit in enumerate(units):
             unit.root, unit.index = self, number
@@ -292,6 +294,8 @@ class Root:
             if unit.reshard_after_backward:
                 unit.reshard()
         self.order.clear()
+        for order in self.orders:
+            order.end()
 
     # ---------------------------------------------------------------- after an error
 
@@ -304,6 +308,9 @@ class Root:
             step.reset_together()
         for unit in self.units:
             unit.reshard()
+            for order in self.orders:
+                order.drop(unit.links.gather.watch, unit.moment)
+                order.end()
 
 
 def _note_unused(team: Team) -> bool:
