@@ -193,6 +193,23 @@ def train_with_options() -> None:
         train_and_compare("gpt_tied", prepare=lambda m, prepare=prepare: (prepare(m), None)[1], num_steps=2)
 
 
+def train_among_keepers() -> None:
+    """Freed down to two of four ranks: the backward gathers between those."""
+    case = CASES["gpt_tied"]
+    train_and_compare(case, prepare=lambda m: (shard_by_blocks(m, reshard_after_forward=2), None)[1])
+    module = shard_by_blocks(case.module(torch.float64), reshard_after_forward=2)
+    loss = case.loss(module, case.batch(0, torch.float64))
+    store = module.blocks[0]._lockstep_unit.stores[0]
+    assert store._kept is not None
+    assert store._kept.numel() * 2 >= store.layout.full_elements
+    loss.backward()
+    assert store._kept is None
+
+
+def test_freeing_down_to_fewer_ranks() -> None:
+    run_ranks(4, train_among_keepers)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_options(world: int) -> None:
     run_ranks(world, train_with_options)

@@ -44,8 +44,9 @@ def fully_shard(
         raise ValueError(f'units must be "auto" or None, got {units!r}.')
     shard_mesh = take_mesh(mesh, dp_mesh_dims)
     given = [module] if isinstance(module, nn.Module) else list(module)
-    frees = _frees_after_forward(reshard_after_forward, shard_mesh, dp_mesh_dims)
+    frees, num_keepers = _frees_after_forward(reshard_after_forward, shard_mesh, dp_mesh_dims)
     options: dict[str, Any] = {
+        "num_keepers": num_keepers,
         "placement": shard_placement_fn,
         "policy": mp_policy,
         "offload": offload_policy,
@@ -59,9 +60,10 @@ def fully_shard(
     return module
 
 
-def _frees_after_forward(value: bool | int | None, mesh: ShardMesh, dims: Any) -> bool | None:
+def _frees_after_forward(value: bool | int | None, mesh: ShardMesh, dims: Any) -> tuple[bool | None, int]:
+    """Whether a unit is freed after its forward, and how many ranks keep it between them then (0: all)."""
     if value is None or isinstance(value, bool):
-        return value
+        return value, 0
     if not isinstance(value, int):
         raise ValueError(
             f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {value}"
@@ -72,14 +74,7 @@ def _frees_after_forward(value: bool | int | None, mesh: ShardMesh, dims: Any) -
         raise ValueError(
             f"If passing reshard_after_forward as an int, it should be a factor of {mesh.world}, not {value}"
         )
-    if value == 1:
-        return False
-    if value == mesh.world:
-        return True
-    raise NotImplementedError(
-        f"reshard_after_forward={value}: freeing down to a smaller group than the mesh of {mesh.world} is not there "
-        "yet; use True (less memory, gathers over all ranks) or False (more memory, no gathering in the backward)."
-    )
+    return value != 1, value if 1 < value < mesh.world else 0
 
 
 def _make_unit(
@@ -87,6 +82,7 @@ def _make_unit(
     mesh: ShardMesh,
     *,
     frees: bool | None,
+    num_keepers: int,
     placement: Callable[[nn.Parameter], Any] | None,
     policy: MixedPrecisionPolicy,
     offload: OffloadPolicy,
@@ -100,7 +96,15 @@ def _make_unit(
         ShardedParameter(name, parameter, places, mesh, _dim_of(name, parameter, placement))
         for name, (_, parameter), places in ((entry[0][0], entry[0], entry[1]) for entry in owners.values())
     ]
-    unit = Unit(modules, parameters, mesh, policy=policy, offload=offload, reshard_after_forward=frees)
+    unit = Unit(
+        modules,
+        parameters,
+        mesh,
+        policy=policy,
+        offload=offload,
+        reshard_after_forward=frees,
+        num_keepers=num_keepers,
+    )
     for module in modules:
         for _, inner in units_in(module):
             if inner.root is not None:

@@ -151,8 +151,18 @@ class Links:
         watch = Watch(None, mesh.rank) if watch is None else watch
         self.gather = Transport(mesh.shard_group, watch)
         self._watch = watch
+        self._keepers: Transport | None = None
         self.replicas = Transport(mesh.replicate_group, watch) if mesh.num_replicas > 1 else None
         self.use_own_scatter_group(own_scatter_group)
+
+    def keepers(self, num: int) -> Transport:
+        """The way between ``num`` neighbours; made at a place that they all pass."""
+        if self._keepers is None:
+            ranks = dist.get_process_group_ranks(self.mesh.shard_group)
+            first = self.mesh.rank // num * num
+            group = dist.new_group(ranks[first : first + num], use_local_synchronization=True)
+            self._keepers = Transport(group, self._watch)
+        return self._keepers
 
     def use_own_scatter_group(self, is_own: bool) -> None:
         """See [Note: two groups for one set of ranks]."""

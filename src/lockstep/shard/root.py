@@ -293,6 +293,8 @@ class Root:
             unit.modules_to_run.clear()
             if unit.reshard_after_backward:
                 unit.reshard()
+            for store in unit.stores:
+                store.forget_part()
         self.order.clear()
         for order in self.orders:
             order.end()

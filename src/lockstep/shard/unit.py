@@ -55,6 +55,7 @@ class Unit:
         policy: Any,
         offload: Any,
         reshard_after_forward: bool | None,
+        num_keepers: int = 0,
     ) -> None:
         self.modules = weakref.WeakSet(modules)
         self.first_module = weakref.ref(modules[0])
@@ -76,6 +77,9 @@ class Unit:
         self.phase = Phase.IDLE
         # What the program chose; a reshard_after_forward that it left open is True, except for the root.
         self.reshard_after_forward = reshard_after_forward
+        self.num_keepers = (
+            num_keepers  # ranks that keep the whole between them after a forward; 0: all, by their shards
+        )
         self.reshard_after_backward = True
         self.gathers_in_backward = True
         self.syncs = True
@@ -110,6 +114,8 @@ class Unit:
         self.stores = [
             FlatStore(group, self.device, self.policy.param_dtype, pins=self._pins) for group in by_dtype.values()
         ]
+        for store in self.stores:
+            store.share_among(max(1, self.num_keepers))
         for parameter in self.parameters:
             parameter.full = None
 
@@ -189,10 +195,28 @@ class Unit:
         self._versions = [store.versions for store in self.stores]
         with torch_private.RecordFunction(f"lockstep::gather {self.name}"):
             for number, store in enumerate(self.stores):
+                if self._start_among_keepers(store):
+                    continue
                 comm = self.gather_comm or (GroupMemory() if self.uses_group_memory else None)
                 store.start(self.links.gather, comm, f"gather of {self.name} ({number})")
         self.residence = Residence.GATHERING
         self._note("gather", start)
+
+    def _start_among_keepers(self, store: FlatStore) -> bool:
+        if not self.num_keepers:
+            return False
+        if not torch_private.in_backward():
+            store.forget_part()
+            return False
+        return store.start_among_keepers(self.links.keepers(self.num_keepers), f"gather of {self.name}")
+
+    def free_after_forward(self) -> None:
+        """As ``reshard``; but where fewer ranks are to have the whole between them, this one keeps its part."""
+        if self.num_keepers and self.is_full and torch.is_grad_enabled():
+            number = self.links.keepers(self.num_keepers).rank
+            for store in self.stores:
+                store.keep_part(number)
+        self.reshard()
 
     def wait(self) -> None:
         """Let the modules have the whole parameters."""
