@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from lockstep import fully_shard
-from lockstep.shard import register_forward_method
+from lockstep.shard import register_forward_method, share_comm_ctx
 from multirank.compare import assert_close
 from multirank.harness import expect_errors, lockstep_only, run_ranks
 from multirank.models import CASES, GPT, MLP, shard
@@ -691,6 +691,45 @@ def test_a_parameter_that_is_used_while_it_is_sharded() -> None:
     for error in expect_errors(2, [0, 1], use_outside).values():
         assert "layers.0.weight" in error.traceback
         assert "unshard()" in error.traceback
+
+
+def old_optimizer() -> None:
+    module = MLP()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    fully_shard(module)
+    module(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+
+
+def test_an_optimizer_that_was_built_before() -> None:
+    for error in expect_errors(2, [0, 1], old_optimizer).values():
+        assert "built before fully_shard" in error.text
+        assert "layers.0.weight" in error.text
+
+
+def finalize_by_hand() -> None:
+    module = shard_by_blocks(MLP())
+    x = torch.randn(2, 8)
+    module.set_manual_backward_finalization(True)
+    for async_op in (False, True):
+        module.zero_grad()
+        module(x).sum().backward()
+        assert all(p.grad is None for p in module.parameters())
+        handle = module.finalize_backward(async_op=async_op)
+        if async_op:
+            handle.wait()
+        assert all(p.grad is not None for p in module.parameters())
+    module.set_keep_unsharded_storage(True)
+    module(x).sum().backward()
+    module.finalize_backward()
+    assert module.layers[0]._lockstep_unit.stores[0]._buffer.untyped_storage().nbytes() > 0
+    share_comm_ctx([module])
+    with pytest.raises(ValueError, match="Expects list of FSDPModules"):
+        share_comm_ctx([nn.Linear(2, 2)])
+
+
+def test_the_end_of_a_backward_by_hand() -> None:
+    run_ranks(2, finalize_by_hand)
 
 
 def wrong_meshes() -> None:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
+from lockstep.shard import optimizer_guard
 from lockstep.shard.auto import repeated_blocks
 from lockstep.shard.mesh import ShardMesh, take_mesh
 from lockstep.shard.module import ShardedModule, give_face
@@ -113,6 +114,7 @@ def _make_unit(
                 inner.parent = weakref.ref(unit)
     for module in modules:
         give_face(module, unit)
+    optimizer_guard.install()
     return unit
 
 

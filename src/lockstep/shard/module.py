@@ -126,6 +126,11 @@ class ShardedModule(FSDPModule):
         for unit in self._units(recurse):
             unit.reshard_after_backward = reshard_after_backward
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Keep the memory of whole parameters while they are sharded, so that their addresses do not change."""
+        for unit in self._units(recurse):
+            unit.keeps_storage = keep
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         self._lockstep_unit.gathers_in_backward = unshard_in_backward
 
@@ -160,6 +165,19 @@ class ShardedModule(FSDPModule):
         finally:
             for unit, (syncs, all_reduces) in zip(units, before, strict=True):
                 unit.syncs, unit.all_reduces = syncs, all_reduces
+
+    def set_manual_backward_finalization(self, enable: bool) -> None:
+        """Let a backward that synchronises end with a call of :meth:`finalize_backward`, instead of by itself."""
+        for step in self._root.steps:
+            step.ends_by_hand = enable
+
+    def finalize_backward(self, async_op: bool = False) -> UnshardHandle | None:
+        """Wait for the reductions under way and write the gradients of the shards."""
+        handle = _Finalization(self._root)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def reset_iter_state(self) -> None:
         """Forget a step that raised, on all ranks; its gradients are lost."""
@@ -270,6 +288,26 @@ class _Handle(UnshardHandle):
         if self._unit is not None:
             self._unit.wait()
             self._unit = None
+
+
+class _Finalization(UnshardHandle):
+    """What ``finalize_backward(async_op=True)`` returns."""
+
+    def __init__(self, root: Root) -> None:
+        self._root: Root | None = root
+
+    def wait(self) -> None:
+        if self._root is not None:
+            for step in self._root.steps:
+                step.finalize()
+            self._root = None
+
+
+def share_comm_ctx(modules: Sequence[Any]) -> None:
+    """See ``torch.distributed.fsdp.share_comm_ctx``; sharded models have no streams of their own to share here."""
+    for module in modules:
+        if not isinstance(module, ShardedModule):
+            raise ValueError(f"Expects list of FSDPModules but got {module}")
 
 
 def _units_of(modules: Sequence[Any]) -> list[Unit]:

@@ -22,12 +22,18 @@ from lockstep import torch_private
 from lockstep.shard.layout import ShardSpec, contiguous
 from lockstep.shard.mesh import ShardMesh
 
-# A number for every parameter that was cut, as long as it lives: an ``id`` may be given again.
+# A number and a name for every parameter that was cut, as long as it lives: an ``id`` may be given again.
 _origins: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _numbers = count()
 
 # A module, and what it calls the parameter.  A unit must not keep its modules: they go when the program lets them go.
 Owner = tuple[weakref.ref[nn.Module], str]
+
+
+def name_of_origin(parameter: Tensor) -> str | None:
+    """The name of a parameter that was cut, whose shards are trained in its place; None for any other."""
+    found = _origins.get(parameter)
+    return None if found is None else found[1]
 
 
 class ShardedParameter:
@@ -44,8 +50,8 @@ class ShardedParameter:
         self.shape = tuple(local.shape)
         self._refuse_what_cannot_be_cut(parameter, local)
         if parameter not in _origins:
-            _origins[parameter] = next(_numbers)
-        self.origin: int = _origins[parameter]
+            _origins[parameter] = (next(_numbers), name)
+        self.origin: int = _origins[parameter][0]
         self.full: nn.Parameter | None = None
         self.sharded = self._shard(parameter, local.detach())
         self.register(self.sharded)

@@ -11,6 +11,7 @@ every unit in every window, so that no rank waits for a scatter that another has
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -39,6 +40,8 @@ from lockstep.shard.layout import ShardPlan, UnitLayout, flat_layouts
 from lockstep.shard.memory import ShardMemory
 from lockstep.shard.mesh import Links, whole_group
 from lockstep.shard.unit import Phase, Unit
+
+logger = logging.getLogger("lockstep")
 
 
 class Team:
@@ -169,6 +172,8 @@ class Root:
                 by_mesh.setdefault(unit.mesh.mesh, []).append(unit)
         self.teams = [Team(self, members) for members in by_mesh.values()]
         plan = self.plan
+        if self.timeline.rank == 0:
+            logger.info("%s", plan)
         for team in self.teams:
             team.compare(plan)
             # The hooks on the parameters must not outlive the model.

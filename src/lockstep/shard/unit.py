@@ -92,6 +92,7 @@ class Unit:
         self.all_reduce_hook_stream: Any = None
         self.max_scatter_inputs = 1
         self.uses_group_memory = False
+        self.keeps_storage = False
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
         self.order_positions: list[int] = []  # in the order of this step's forwards
@@ -243,7 +244,7 @@ class Unit:
             return
         for parameter in self.parameters:
             parameter.register(parameter.sharded)
-        for store in self.stores:
+        for store in self.stores if not self.keeps_storage else ():
             store.free()
         self.residence = Residence.SHARDED
 
