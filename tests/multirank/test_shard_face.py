@@ -703,8 +703,28 @@ def old_optimizer() -> None:
 
 def test_an_optimizer_that_was_built_before() -> None:
     for error in expect_errors(2, [0, 1], old_optimizer).values():
-        assert "built before fully_shard" in error.text
+        assert "built before fully_shard, or while they were gathered" in error.text
         assert "layers.0.weight" in error.text
+
+
+def load_into_a_part() -> None:
+    """Loading through a module around sharded ones finds the shards, though some are gathered."""
+    outer = nn.Sequential(fully_shard(MLP()), nn.Linear(3, 3))
+    outer[0](torch.randn(2, 8))
+    assert not isinstance(outer[0].layers[0].weight, DTensor)
+    state = outer.state_dict()
+    assert isinstance(state["0.layers.0.weight"], DTensor)
+    outer[0](torch.randn(2, 8))
+    outer.load_state_dict({name: torch.zeros_like(value) for name, value in state.items()})
+    assert whole(outer[0].layers[0].weight).abs().max() == 0.0
+    with torch.no_grad():
+        assert outer[0](torch.ones(2, 8)).abs().max() == 0.0
+    outer.load_state_dict({name: torch.ones_like(value) for name, value in state.items()}, assign=True)
+    assert outer[0](torch.ones(2, 8)).abs().max() > 0.0
+
+
+def test_loading_through_a_module_around() -> None:
+    run_ranks(2, load_into_a_part)
 
 
 def finalize_by_hand() -> None:
@@ -736,6 +756,8 @@ def wrong_meshes() -> None:
     for mesh in (init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c")),):
         with pytest.raises(ValueError, match="1D or 2D DeviceMesh"):
             fully_shard(MLP(), mesh=mesh)
+    with pytest.raises(NotImplementedError, match="weight has sparse gradients"):
+        fully_shard(nn.Embedding(4, 4, sparse=True))
     with pytest.raises(ValueError, match="a factor of 2, not 3"):
         fully_shard(MLP(), reshard_after_forward=3)
     assert fully_shard(MLP(), reshard_after_forward=2)._lockstep_unit.reshard_after_forward is True

@@ -164,6 +164,11 @@ def _parameters_of(modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter]
         for name, parameter in module._parameters.items():
             if parameter is None or id(parameter) in left_out:
                 continue
+            if getattr(module, "sparse", False) is True:
+                raise NotImplementedError(
+                    f"{prefix}{name} has sparse gradients ({type(module).__name__}(sparse=True)), which have no "
+                    "shards. Set sparse=False, or leave the parameter out by ignored_params."
+                )
             if parameter.ndim == 0:
                 raise ValueError(
                     "fully_shard doesn't support scalar parameters. "

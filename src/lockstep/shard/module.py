@@ -56,16 +56,7 @@ class ShardedModule(FSDPModule):
         for unit in units:
             unit.reshard()
         result = super(FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
-        self._follow(units)
-        return result
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load into the shards, whatever was gathered."""
-        units = [unit for _, unit in units_in(self)]  # type: ignore[arg-type]
-        for unit in units:
-            unit.reshard()
-        result = super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
-        self._follow(units)
+        _follow(units)
         return result
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,12 +64,6 @@ class ShardedModule(FSDPModule):
         for _, unit in units_in(self):  # type: ignore[arg-type]
             unit.reshard()
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
-
-    @staticmethod
-    def _follow(units: Sequence[Unit]) -> None:
-        changed = [unit.follow_modules() for unit in units]
-        if any(changed) and units[0].root is not None:
-            units[0].root.plan_anew()
 
     # ---------------------------------------------------------------- what there is to see
 
@@ -317,6 +302,21 @@ def _units_of(modules: Sequence[Any]) -> list[Unit]:
     return [module._lockstep_unit for module in modules]
 
 
+def _follow(units: Sequence[Unit]) -> None:
+    """Take up what was done to the shards."""
+    changed = [unit.follow_modules() for unit in units]
+    if any(changed) and units[0].root is not None:
+        units[0].root.plan_anew()
+
+
+def _before_load(module: Any, *_: Any) -> None:
+    module._lockstep_unit.reshard()
+
+
+def _after_load(module: Any, _: Any) -> None:
+    _follow([module._lockstep_unit])
+
+
 _classes: dict[type, type] = {}
 
 
@@ -329,6 +329,8 @@ def give_face(module: nn.Module, unit: Unit) -> None:
     object.__setattr__(module, "_lockstep_paths", _paths(module, unit))
     make_known(unit)
     torch_private.mark_as_sharded(module)
+    module.register_load_state_dict_pre_hook(_before_load)
+    module.register_load_state_dict_post_hook(_after_load)
     module.__class__ = _classes[own]
 
 

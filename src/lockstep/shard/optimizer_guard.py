@@ -1,4 +1,4 @@
-"""An optimizer that was built before its model was sharded updates parameters that nobody uses any more: say so."""
+"""An optimizer that was built before its model was sharded, or while it was gathered, updates nothing: say so."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     names = [name for p in parameters if (name := name_of_origin(p)) is not None]
     if names:
         raise RuntimeError(
-            f"This optimizer was built before fully_shard replaced its parameters ({', '.join(names[:5])}"
-            f"{', ...' if len(names) > 5 else ''}), so its steps would change nothing. Build it after fully_shard."
+            f"This optimizer holds whole parameters ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''}) instead "
+            "of their shards, so its steps would change nothing. It was built before fully_shard, or while they were "
+            "gathered: build it after, and after reshard()."
         )
     _checked[optimizer] = len(parameters)

@@ -22,7 +22,8 @@ from lockstep import torch_private
 from lockstep.shard.layout import ShardSpec, contiguous
 from lockstep.shard.mesh import ShardMesh
 
-# A number and a name for every parameter that was cut, as long as it lives: an ``id`` may be given again.
+# A number and a name for every parameter that was cut, and for the whole that is gathered of it, as long as they live:
+# an ``id`` may be given again.
 _origins: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _numbers = count()
 
@@ -31,7 +32,7 @@ Owner = tuple[weakref.ref[nn.Module], str]
 
 
 def name_of_origin(parameter: Tensor) -> str | None:
-    """The name of a parameter that was cut, whose shards are trained in its place; None for any other."""
+    """The name of a whole parameter whose shards are trained in its place; None for any other."""
     found = _origins.get(parameter)
     return None if found is None else found[1]
 
@@ -190,6 +191,7 @@ class ShardedParameter:
         if self.whole_spec is not None:
             whole = torch_private.dtensor_around(whole, self._spec_in(memory.dtype))
         self.full = nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
+        _origins[self.full] = (self.origin, self.name)
 
     def _spec_in(self, dtype: torch.dtype) -> Any:
         spec = self.whole_spec
