@@ -2,5 +2,12 @@
 
 from lockstep.shard.api import fully_shard
 from lockstep.shard.module import ShardedModule, register_forward_method, share_comm_ctx
+from lockstep.shard.older import FullyShardedDataParallel
 
-__all__ = ["ShardedModule", "fully_shard", "register_forward_method", "share_comm_ctx"]
+__all__ = [
+    "FullyShardedDataParallel",
+    "ShardedModule",
+    "fully_shard",
+    "register_forward_method",
+    "share_comm_ctx",
+]

@@ -56,8 +56,8 @@ def fully_shard(
     if units == "auto":
         for root in given:
             for block in repeated_blocks(root):
-                _make_unit([block], shard_mesh, frees=True if frees is None else frees, **options)
-    _make_unit(_outermost(given), shard_mesh, frees=frees, **options)
+                shard_modules([block], shard_mesh, frees=True if frees is None else frees, **options)
+    shard_modules(_outermost(given), shard_mesh, frees=frees, **options)
     return module
 
 
@@ -78,7 +78,7 @@ def _frees_after_forward(value: bool | int | None, mesh: ShardMesh, dims: Any) -
     return value != 1, value if 1 < value < mesh.world else 0
 
 
-def _make_unit(
+def shard_modules(
     modules: Sequence[nn.Module],
     mesh: ShardMesh,
     *,
@@ -89,6 +89,7 @@ def _make_unit(
     offload: OffloadPolicy,
     ignored: set[nn.Parameter],
 ) -> Unit:
+    """Make one unit of these modules."""
     for module in modules:
         _require_shardable(module)
     owners = _parameters_of(modules, ignored)

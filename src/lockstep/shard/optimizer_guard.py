@@ -31,8 +31,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     names = [name for p in parameters if (name := name_of_origin(p)) is not None]
     if names:
         raise RuntimeError(
-            f"This optimizer holds whole parameters ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''}) instead "
-            "of their shards, so its steps would change nothing. It was built before fully_shard, or while they were "
+            f"This optimizer holds whole parameters ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''}), not "
+            "their shards, so its steps would change nothing. It was built before fully_shard, or while they were "
             "gathered: build it after, and after reshard()."
         )
     _checked[optimizer] = len(parameters)

@@ -98,13 +98,17 @@ class ShardedParameter:
         """Where the shards lie, as a DTensor says it."""
         mine = Shard(self.dim)
         replicas = () if self.mesh.replicate_axis is None else (Replicate(),)
+
+        def shards(placement: Any) -> tuple[Any, ...]:
+            return () if self.mesh.shard_axis is None else (placement,)
+
         if self.whole_spec is None:
             if self.mesh.spmd is not None:
                 raise ValueError(
                     "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. via "
                     f"distribute_module). Got plain tensor for parameter '{self.owners[0][1]}'."
                 )
-            return self.mesh.mesh, (*replicas, mine)
+            return self.mesh.mesh, (*replicas, *shards(mine))
         theirs = self.whole_spec.placements
         if self.mesh.spmd is not None:
             return self._placements_on_whole_mesh(theirs)
@@ -113,7 +117,8 @@ class ShardedParameter:
             if getattr(placement, "dim", None) == self.dim:
                 num_cuts *= size
         once_more = torch_private.strided_shard(self.dim, num_cuts) if num_cuts > 1 else mine
-        return torch_private.joined_mesh([self.mesh.mesh, self.whole_spec.mesh]), (*replicas, once_more, *theirs)
+        joined = torch_private.joined_mesh([self.mesh.mesh, self.whole_spec.mesh])
+        return joined, (*replicas, *shards(once_more), *theirs)
 
     def _placements_on_whole_mesh(self, theirs: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
         mesh = self.whole_spec.mesh
