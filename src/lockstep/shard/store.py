@@ -194,10 +194,10 @@ class FlatStore:
             return
         assert self.home is not None
         with torch.no_grad():
-            mine = self.home.to(device=self.device, dtype=self.dtype, non_blocking=True)
             if self.world == 1:
-                self._fill_memory().copy_(mine)
+                self._fill_memory().copy_(self.home, non_blocking=True)
                 return
+            mine = self.home.to(device=self.device, dtype=self.dtype, non_blocking=True)
             if self._is_direct and comm is None:
                 self._gathered = self._fill_memory().narrow(0, 0, self.layout.num_elements)
             elif isinstance(comm, GroupMemory):
