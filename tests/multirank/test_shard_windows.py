@@ -396,3 +396,19 @@ def test_compiled_gathers_are_begun_ahead() -> None:
         *("begin GPT", "begin blocks.0", "begin blocks.1"),
         *("begin blocks.1", "begin blocks.0"),
     ]
+
+
+def observe(how: str) -> tuple[set[str], dict[str, float]]:
+    pair = Pair(how=how)
+    for step in range(2):
+        pair.loss(step).backward()
+    return {interval.name for interval in pair.module.timeline.steps[-1].intervals}, pair.module.metrics()
+
+
+@pytest.mark.parametrize("how", MODES)
+def test_timeline(how: str) -> None:
+    names, metrics = run_ranks(2, observe, how)[0]
+    assert {"gather", "gathered", "launch", "travel", "collect", "backward"} <= names
+    assert ("forward" in names) == (how == "eager")
+    assert metrics["lockstep/buckets"] == 3
+    assert metrics["lockstep/launched_in_graph"] == (3 if how == "compiled" else 0)

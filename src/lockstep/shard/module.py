@@ -15,6 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from lockstep import torch_private
+from lockstep.observe.metrics import metrics_of
+from lockstep.observe.timeline import Timeline
 from lockstep.shard.graph_ops import make_known
 from lockstep.shard.layout import ShardPlan
 from lockstep.shard.moments import after_forward, before_forward
@@ -72,6 +74,18 @@ class ShardedModule(FSDPModule):
         """How the model is cut: print it."""
         units = [unit for _, unit in units_in(self)]  # type: ignore[arg-type]
         return plan_of(units)
+
+    @property
+    def timeline(self) -> Timeline:
+        """What happened in the last steps: forwards, gathers, scatters and the waits for them."""
+        return self._root.timeline
+
+    def metrics(self) -> dict[str, float]:
+        """Return the last step that synchronised as a flat dict of numbers, for any logger; see docs/observing.md."""
+        steps = self._root.timeline.steps
+        buckets = [bucket for step in self._root.steps for bucket in step.reducer.buckets]
+        in_graph = sum(bucket.left_in_graph for bucket in buckets)
+        return metrics_of(steps[-1] if steps else None, [bucket.spec for bucket in buckets], in_graph)
 
     @property
     def _root(self) -> Root:

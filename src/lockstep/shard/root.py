@@ -31,7 +31,7 @@ from lockstep.engine.reducer import Reducer
 from lockstep.engine.step import SyncStep
 from lockstep.engine.union import Union
 from lockstep.engine.used import find_tensors, parameters_reached_from
-from lockstep.observe.timeline import Timeline
+from lockstep.observe.timeline import Timeline, now
 from lockstep.plan import Bucket, BucketCaps, ParameterSpec, Plan
 from lockstep.settings import agreement_timeout
 from lockstep.shard.ahead import GatherOrder
@@ -162,6 +162,7 @@ class Root:
         self._last_order: list[Unit] = []
         self._this_order: list[Unit] = []
         self._is_end_queued = False
+        self._forward_start = 0
         self.orders = (GatherOrder(), GatherOrder())  # of compiled graphs: in forwards, in backwards
         self._requires_grad = self._flags()
         for number, unit in enumerate(units):
@@ -206,6 +207,7 @@ class Root:
     def begin_forward(self, unit: Unit) -> None:
         """The outermost unit of a forward is about to run."""
         self.running = unit
+        self._forward_start = now()
         self._last_order, self._this_order = self._this_order, []
         if torch.is_grad_enabled():
             self.note_forward()
@@ -229,6 +231,7 @@ class Root:
     def end_forward(self, output: Any) -> None:
         """The outermost unit has run."""
         self.running = None
+        self.timeline.record("forward", self._forward_start, now())
         if not torch.is_grad_enabled():
             return
         for team in self.teams:
