@@ -10,7 +10,8 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from lockstep import errors, fully_shard
 from multirank.compare import assert_close
@@ -115,6 +116,44 @@ def train_on_two_meshes() -> None:
 
 def test_several_meshes_in_one_model() -> None:
     run_ranks(4, train_on_two_meshes)
+
+
+class Parallel(nn.Module):
+    """Two linear layers for tensor parallelism, and a norm whose gradient is a part of a sum on every rank there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def train_with_tensor_parallelism() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(4)
+    module, reference = Parallel().double(), Parallel().double()
+    reference.load_state_dict(module.state_dict())
+    parallelize_module(
+        module,
+        mesh["tp"],
+        {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel()},
+    )
+    fully_shard(module, mesh=mesh["dp"])
+    rank = mesh["dp"].get_local_rank()
+    for step in range(2):
+        batch = torch.randn(4, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        module.zero_grad()
+        reference.zero_grad()
+        module(batch.chunk(2)[rank]).square().mean().backward()
+        reference(batch).square().mean().backward()
+        assert_close(whole_gradients(module), gradients(reference), f"step {step}")
+
+
+def test_tensor_parallelism() -> None:
+    run_ranks(4, train_with_tensor_parallelism)
 
 
 class Explodes(torch.autograd.Function):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lockstep import torch_private
-from lockstep.engine.bucket import LiveBucket, Slot, local_tensor
+from lockstep.engine.bucket import LiveBucket, Slot
 from lockstep.engine.grad_memory import GradMemory, GradOwnership
 from lockstep.shard.exchange import Load
 from lockstep.shard.layout import Cut, Piece
@@ -107,7 +107,7 @@ class ShardMemory(GradMemory):
         scale = self.loads[slots[0].bucket.index].scale(flat) if self.divides else 1.0
         with torch.no_grad():
             for slot, gradient in zip(slots, gradients, strict=True):
-                local = local_tensor(gradient).detach()
+                local = self._places[slot][0].local_gradient(gradient).detach()
                 if not local.is_contiguous():
                     local = local.contiguous()
                 for piece in self._places[slot][2]:

@@ -204,6 +204,19 @@ class ShardedParameter:
             return spec
         return replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
 
+    def local_gradient(self, gradient: Tensor) -> Tensor:
+        """This rank's part of a whole gradient, which with tensor parallelism may still have to be summed up there."""
+        if self.whole_spec is None or not isinstance(gradient, DTensor):
+            return gradient
+        ours = {*self.mesh.shard_dims, *self.mesh.replicate_dims} if self.mesh.spmd is not None else set()
+        wanted = tuple(
+            theirs if axis in ours else mine
+            for axis, (theirs, mine) in enumerate(zip(gradient.placements, self.whole_spec.placements, strict=True))
+        )
+        if tuple(gradient.placements) != wanted:
+            gradient = gradient.redistribute(placements=wanted)
+        return torch_private.local_of(gradient)
+
     def follow_requires_grad(self) -> None:
         assert self.full is not None
         if self.full.requires_grad != self.sharded.requires_grad:
