@@ -157,7 +157,6 @@ class Root:
         self.units = list(units)
         self.timeline = Timeline(torch_private.default_group().rank())
         self.running: Unit | None = None  # the outermost unit of the forward that is running
-        self.num_failed = 0
         self.order: list[Unit] = []  # in which units ran in the last forwards, for the backward
         self._last_order: list[Unit] = []
         self._this_order: list[Unit] = []

@@ -179,11 +179,12 @@ class Unit:
                 "and call module.reset_parameters() on each module to initialize values."
             )
         if self._offloads:
-            wrong = [p.name for p in self.parameters if p.local.device.type != "cpu"]
+            wrong = [(p.name, p.local.device) for p in self.parameters if p.local.device.type != "cpu"]
             if wrong:
                 raise RuntimeError(
                     "FSDP parameters should be materialized on CPU when enabling CPU offloading. For example, load a "
-                    f"CPU state dict or call module.to_empty(device='cpu'). Found other devices for: {wrong}"
+                    "CPU state dict or call module.to_empty(device='cpu'). Found following parameters on non-CPU "
+                    f"device: {wrong}"
                 )
 
     # ---------------------------------------------------------------- gather and free
