@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import torch._dynamo.compiled_autograd
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lockstep import errors, fully_shard
 from multirank.compare import assert_close
-from multirank.harness import lockstep_only, run_ranks
+from multirank.harness import expect_errors, lockstep_only, run_ranks
 from multirank.models import CASES, MLP, shard
 from multirank.shard_training import gradients, shard_by_blocks, whole, whole_gradients, whole_parameters
 
@@ -282,3 +283,16 @@ def gradient_of_an_input() -> None:
 
 def test_gradients_of_inputs_only() -> None:
     run_ranks(2, gradient_of_an_input)
+
+
+def run_compiled_autograd(how: str) -> None:
+    module = shard_by_blocks(MLP())
+    called = compiled(module, how)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        called(torch.randn(2, 8)).sum().backward()
+
+
+@pytest.mark.parametrize("how", MODES)
+def test_compiled_autograd_is_refused(how: str) -> None:
+    for error in expect_errors(2, [0, 1], run_compiled_autograd, how).values():
+        assert "Compiled autograd runs this backward" in error.text

@@ -29,7 +29,7 @@ from lockstep.engine.flight import Flight
 from lockstep.engine.step import Kind
 from lockstep.observe.timeline import now
 from lockstep.shard.ahead import Started
-from lockstep.shard.root import Root, Team, root_of
+from lockstep.shard.root import Root, Team, refuse_compiled_autograd, root_of
 from lockstep.shard.store import FlatStore, spread, start_gather
 from lockstep.shard.unit import Unit
 
@@ -194,6 +194,7 @@ def _fake_scatter(grads: list[Tensor | None], anchor: Tensor) -> Tensor:
 @torch.library.impl(_library, "scatter", "CompositeExplicitAutograd")
 @torch_private.leave_to_python
 def _scatter(grads: list[Tensor | None], anchor: Tensor) -> Tensor:
+    refuse_compiled_autograd()
     unit, store = _find(anchor)
     root = root_of(unit)
     accumulator = store.accumulator()

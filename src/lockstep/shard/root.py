@@ -279,6 +279,7 @@ class Root:
 
     def note_backward(self) -> None:
         """A backward has come to an output of one of the units."""
+        refuse_compiled_autograd()
         for step in self.steps:
             with step.lane.lock:
                 step.note_output_reached()
@@ -320,6 +321,16 @@ class Root:
             for order in self.orders:
                 order.drop(unit.links.gather.watch, unit.moment)
                 order.end()
+
+
+def refuse_compiled_autograd() -> None:
+    """Raise where compiled autograd runs a backward: the engine has no pass then, by which gradients are counted."""
+    if torch_private.in_compiled_backward():
+        raise errors.LockstepError(
+            "Compiled autograd runs this backward, which sharded models do not support yet: their gradients would be "
+            "wrong. Fix: leave torch._dynamo.config.compiled_autograd off; the backward of a compiled model is "
+            "compiled without it."
+        )
 
 
 def _note_unused(team: Team) -> bool:
