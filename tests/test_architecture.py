@@ -93,6 +93,7 @@ def test_the_public_names_are_frozen() -> None:
     assert set(lockstep.__all__) == {
         "DDP",
         "DistributedDataParallel",
+        "FullyShardedDataParallel",
         "Plan",
         "Timeline",
         "__version__",

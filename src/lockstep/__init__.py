@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from lockstep.observe.report import write_report
     from lockstep.observe.timeline import Timeline
     from lockstep.plan import Plan
-    from lockstep.shard import fully_shard
+    from lockstep.shard import FullyShardedDataParallel, fully_shard
     from lockstep.state_dict import unwrap
 
 __all__ = [
     "DDP",
     "DistributedDataParallel",
+    "FullyShardedDataParallel",
     "Plan",
     "Timeline",
     "__version__",
@@ -47,6 +48,7 @@ __all__ = [
 _MODULE_OF = {
     "DDP": "lockstep.ddp",
     "DistributedDataParallel": "lockstep.ddp",
+    "FullyShardedDataParallel": "lockstep.shard",
     "Plan": "lockstep.plan",
     "Timeline": "lockstep.observe.timeline",
     "compile": "lockstep.compiling",

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from lockstep import fully_shard
-from lockstep.shard import register_forward_method
+from lockstep.shard import register_forward_method, share_comm_ctx
 from multirank.compare import assert_close
 from multirank.harness import expect_errors, lockstep_only, run_ranks
 from multirank.models import CASES, GPT, MLP, shard
@@ -191,6 +191,23 @@ def train_with_options() -> None:
         lambda m: shard_by_blocks(m, offload_policy=CPUOffloadPolicy()),
     ):
         train_and_compare("gpt_tied", prepare=lambda m, prepare=prepare: (prepare(m), None)[1], num_steps=2)
+
+
+def train_among_keepers() -> None:
+    """Freed down to two of four ranks: the backward gathers between those."""
+    case = CASES["gpt_tied"]
+    train_and_compare(case, prepare=lambda m: (shard_by_blocks(m, reshard_after_forward=2), None)[1])
+    module = shard_by_blocks(case.module(torch.float64), reshard_after_forward=2)
+    loss = case.loss(module, case.batch(0, torch.float64))
+    store = module.blocks[0]._lockstep_unit.stores[0]
+    assert store._kept is not None
+    assert store._kept.numel() * 2 >= store.layout.full_elements
+    loss.backward()
+    assert store._kept is None
+
+
+def test_freeing_down_to_fewer_ranks() -> None:
+    run_ranks(4, train_among_keepers)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -676,10 +693,71 @@ def test_a_parameter_that_is_used_while_it_is_sharded() -> None:
         assert "unshard()" in error.traceback
 
 
+def old_optimizer() -> None:
+    module = MLP()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    fully_shard(module)
+    module(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+
+
+def test_an_optimizer_that_was_built_before() -> None:
+    for error in expect_errors(2, [0, 1], old_optimizer).values():
+        assert "built before fully_shard, or while they were gathered" in error.text
+        assert "layers.0.weight" in error.text
+
+
+def load_into_a_part() -> None:
+    """Loading through a module around sharded ones finds the shards, though some are gathered."""
+    outer = nn.Sequential(fully_shard(MLP()), nn.Linear(3, 3))
+    outer[0](torch.randn(2, 8))
+    assert not isinstance(outer[0].layers[0].weight, DTensor)
+    state = outer.state_dict()
+    assert isinstance(state["0.layers.0.weight"], DTensor)
+    outer[0](torch.randn(2, 8))
+    outer.load_state_dict({name: torch.zeros_like(value) for name, value in state.items()})
+    assert whole(outer[0].layers[0].weight).abs().max() == 0.0
+    with torch.no_grad():
+        assert outer[0](torch.ones(2, 8)).abs().max() == 0.0
+    outer.load_state_dict({name: torch.ones_like(value) for name, value in state.items()}, assign=True)
+    assert outer[0](torch.ones(2, 8)).abs().max() > 0.0
+
+
+def test_loading_through_a_module_around() -> None:
+    run_ranks(2, load_into_a_part)
+
+
+def finalize_by_hand() -> None:
+    module = shard_by_blocks(MLP())
+    x = torch.randn(2, 8)
+    module.set_manual_backward_finalization(True)
+    for async_op in (False, True):
+        module.zero_grad()
+        module(x).sum().backward()
+        assert all(p.grad is None for p in module.parameters())
+        handle = module.finalize_backward(async_op=async_op)
+        if async_op:
+            handle.wait()
+        assert all(p.grad is not None for p in module.parameters())
+    module.set_keep_unsharded_storage(True)
+    module(x).sum().backward()
+    module.finalize_backward()
+    assert module.layers[0]._lockstep_unit.stores[0]._buffer.untyped_storage().nbytes() > 0
+    share_comm_ctx([module])
+    with pytest.raises(ValueError, match="Expects list of FSDPModules"):
+        share_comm_ctx([nn.Linear(2, 2)])
+
+
+def test_the_end_of_a_backward_by_hand() -> None:
+    run_ranks(2, finalize_by_hand)
+
+
 def wrong_meshes() -> None:
     for mesh in (init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c")),):
         with pytest.raises(ValueError, match="1D or 2D DeviceMesh"):
             fully_shard(MLP(), mesh=mesh)
+    with pytest.raises(NotImplementedError, match="weight has sparse gradients"):
+        fully_shard(nn.Embedding(4, 4, sparse=True))
     with pytest.raises(ValueError, match="a factor of 2, not 3"):
         fully_shard(MLP(), reshard_after_forward=3)
     assert fully_shard(MLP(), reshard_after_forward=2)._lockstep_unit.reshard_after_forward is True

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import torch.distributed as dist
 from torch import nn
 
+from multirank.compare import assert_identical
 from multirank.harness import lockstep_only, run_ranks
-from multirank.models import CASES
-from multirank.shard_training import OPTIMIZERS, shard_by_blocks, train_and_compare
+from multirank.models import CASES, reference_backward, shard
+from multirank.shard_training import OPTIMIZERS, shard_by_blocks, train_and_compare, whole
 
 pytestmark = lockstep_only
 TRANSFORMERS = ("transformers.models.bert.modeling_bert", "transformers.models.llama.modeling_llama")
@@ -90,11 +92,6 @@ def train_with_compiled_blocks() -> list[int]:
 
 
 def _train_blocks(prepare: Any) -> int:
-    import torch.distributed as dist
-
-    from multirank.models import reference_backward, shard
-    from multirank.shard_training import whole
-
     case = CASES["gpt_tied"]
     rank, world = dist.get_rank(), dist.get_world_size()
     module, reference = case.module(torch.float64), case.module(torch.float64)
@@ -126,3 +123,20 @@ def _compile_with_breaks(module: nn.Module) -> Any:
 
 def test_breaks_in_the_graph() -> None:
     run_ranks(2, train_with_breaks)
+
+
+def train_bitwise() -> dict[str, Any]:
+    """Everything that a rank has after a few steps, as it is."""
+    case = CASES["gpt_tied"]
+    module = shard_by_blocks(case.module(torch.float32))
+    optimizer = OPTIMIZERS["adamw"](module.parameters())
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in range(3):
+        optimizer.zero_grad()
+        case.loss(module, shard(case.batch(step), rank, world)).backward()
+        optimizer.step()
+    return {name: p.to_local().detach().clone() for name, p in module.named_parameters()}
+
+
+def test_a_second_run_is_the_same_bit_by_bit() -> None:
+    assert_identical(run_ranks(3, train_bitwise), run_ranks(3, train_bitwise), "two runs")

@@ -366,3 +366,49 @@ def nothing_is_kept() -> None:
 
 def test_a_model_that_is_dropped_is_freed() -> None:
     run_ranks(2, nothing_is_kept)
+
+
+def gathers_ahead() -> list[str]:
+    """What is begun, and what is waited for, in the third step of a compiled model."""
+    from lockstep.shard import graph_ops
+
+    pair = Pair(how="compiled")
+    for step in range(3):
+        pair.loss(step).backward()
+        pair.module.zero_grad()
+    said: list[str] = []
+    start = graph_ops._start
+
+    def noted(store: Any) -> Any:
+        said.append(f"begin {graph_ops._find(store.anchor)[0].name}")
+        return start(store)
+
+    graph_ops._start = noted
+    pair.loss(3).backward()
+    graph_ops._start = start
+    return said
+
+
+def test_compiled_gathers_are_begun_ahead() -> None:
+    """Each is begun once in each direction, in the order of the graph."""
+    said = run_ranks(2, gathers_ahead)[0]
+    assert said == [
+        *("begin GPT", "begin blocks.0", "begin blocks.1"),
+        *("begin blocks.1", "begin blocks.0"),
+    ]
+
+
+def observe(how: str) -> tuple[set[str], dict[str, float]]:
+    pair = Pair(how=how)
+    for step in range(2):
+        pair.loss(step).backward()
+    return {interval.name for interval in pair.module.timeline.steps[-1].intervals}, pair.module.metrics()
+
+
+@pytest.mark.parametrize("how", MODES)
+def test_timeline(how: str) -> None:
+    names, metrics = run_ranks(2, observe, how)[0]
+    assert {"gather", "gathered", "launch", "travel", "collect", "backward"} <= names
+    assert ("forward" in names) == (how == "eager")
+    assert metrics["lockstep/buckets"] == 3
+    assert metrics["lockstep/launched_in_graph"] == (3 if how == "compiled" else 0)

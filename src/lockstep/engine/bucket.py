@@ -35,6 +35,7 @@ class Slot:
         "is_dense_row_major",
         "is_dtensor",
         "is_taken",
+        "leaf",
         "name",
         "num_elements",
         "num_fires",
@@ -51,6 +52,7 @@ class Slot:
     def __init__(self, name: str, parameter: nn.Parameter, owner: str, position: int) -> None:
         self.name = name
         self.parameter = parameter
+        self.leaf: Tensor = parameter  # what optimizers have; of a sharded model the shard
         self.owner = owner
         self.position = position  # in declaration order
         local = local_tensor(parameter)

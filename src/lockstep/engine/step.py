@@ -408,7 +408,7 @@ class SyncStep:
 
     def updates_itself(self) -> bool:
         """Whether any optimizer of this process has a parameter of this model; a search through all objects."""
-        ids = {id(slot.parameter) for slot in self.reducer.slots}
+        ids = {id(slot.leaf) for slot in self.reducer.slots}
         return any(
             id(parameter) in ids
             for found in gc.get_objects()

@@ -64,7 +64,7 @@ def _steps_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[SyncStep]]:
     if known is not None and known[0] == size:
         return known[1]
     ids = _ids(optimizer)
-    steps = [weakref.ref(step) for step in _watched if any(id(slot.parameter) in ids for slot in step.reducer.slots)]
+    steps = [weakref.ref(step) for step in _watched if any(id(slot.leaf) in ids for slot in step.reducer.slots)]
     _touched[optimizer] = (size, steps)
     return steps
 
@@ -75,7 +75,7 @@ def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
 
 def _stop_unfinished(step: SyncStep, stepped: set[int]) -> None:
     slots = step.reducer.slots
-    if not any(id(slot.parameter) in stepped and (slot.is_taken or slot.parameter.grad is not None) for slot in slots):
+    if not any(id(slot.leaf) in stepped and (slot.is_taken or slot.parameter.grad is not None) for slot in slots):
         return
     error = errors.optimizer_before_reduction(
         [slot.place for slot in step.missing], rank=step.reducer.rank, num_parameters=len(slots)
@@ -104,7 +104,7 @@ def _warn_local(step: SyncStep, stepped: set[int]) -> None:
     names = [
         slot.name
         for slot in step.reducer.slots
-        if slot.dirty and slot.parameter.grad is not None and id(slot.parameter) in stepped
+        if slot.dirty and slot.parameter.grad is not None and id(slot.leaf) in stepped
     ]
     if names:
         warnings.warn(errors.stepping_on_local_gradients(names, rank=step.reducer.rank), stacklevel=4)

@@ -27,13 +27,17 @@ MEANING = {
     "launch": "launch: pack a bucket and start its reduction",
     "travel": "travel: a bucket's reduction is under way",
     "collect": "collect: wait for a bucket (exposed communication)",
+    "gather": "gather: start gathering a sharded unit",
+    "gathered": "gathered: wait for a unit (exposed communication)",
 }
 
 STYLE = """
 :root { --page:#f7f7f5; --card:#fff; --ink:#1d2430; --soft:#5d6675; --line:#dfe2e8; --forward:#5b8def;
-  --backward:#2a9d8f; --launch:#8a6fc1; --travel:#e0a526; --collect:#d8433b; --loss:#3566c8; --faint:#b9c8ea; }
+  --backward:#2a9d8f; --launch:#8a6fc1; --travel:#e0a526; --collect:#d8433b;
+  --gather:#7a8b99; --gathered:#b5475e; --loss:#3566c8; --faint:#b9c8ea; }
 @media (prefers-color-scheme: dark) { :root { --page:#14171c; --card:#1c2128; --ink:#e6e9ef; --soft:#9aa4b2;
   --line:#323945; --forward:#5f92f5; --backward:#35b3a3; --launch:#a68ce0; --travel:#d9a73a; --collect:#f0635a;
+  --gather:#8c9dab; --gathered:#d26a80;
   --loss:#7fa7ff; --faint:#3c4d73; } }
 * { box-sizing:border-box; }
 body { margin:0; background:var(--page); color:var(--ink); line-height:1.45;
@@ -54,6 +58,7 @@ svg .travel + text.in { fill:#2b2107; font-weight:600; }
 .smooth { fill:none; stroke:var(--loss); stroke-width:2; stroke-linejoin:round; }
 .forward { fill:var(--forward); } .backward { fill:var(--backward); } .launch { fill:var(--launch); }
 .travel { fill:var(--travel); } .collect { fill:var(--collect); }
+.gather { fill:var(--gather); } .gathered { fill:var(--gathered); }
 .lane { fill:var(--line); opacity:.35; }
 .legend { display:flex; flex-wrap:wrap; gap:6px 18px; margin:0 0 8px; color:var(--soft); font-size:13px; }
 .legend i { display:inline-block; width:12px; height:12px; border-radius:3px; margin-right:6px;

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
+from lockstep.shard import optimizer_guard
 from lockstep.shard.auto import repeated_blocks
 from lockstep.shard.mesh import ShardMesh, take_mesh
 from lockstep.shard.module import ShardedModule, give_face
@@ -44,8 +45,9 @@ def fully_shard(
         raise ValueError(f'units must be "auto" or None, got {units!r}.')
     shard_mesh = take_mesh(mesh, dp_mesh_dims)
     given = [module] if isinstance(module, nn.Module) else list(module)
-    frees = _frees_after_forward(reshard_after_forward, shard_mesh, dp_mesh_dims)
+    frees, num_keepers = _frees_after_forward(reshard_after_forward, shard_mesh, dp_mesh_dims)
     options: dict[str, Any] = {
+        "num_keepers": num_keepers,
         "placement": shard_placement_fn,
         "policy": mp_policy,
         "offload": offload_policy,
@@ -54,14 +56,15 @@ def fully_shard(
     if units == "auto":
         for root in given:
             for block in repeated_blocks(root):
-                _make_unit([block], shard_mesh, frees=True if frees is None else frees, **options)
-    _make_unit(_outermost(given), shard_mesh, frees=frees, **options)
+                shard_modules([block], shard_mesh, frees=True if frees is None else frees, **options)
+    shard_modules(_outermost(given), shard_mesh, frees=frees, **options)
     return module
 
 
-def _frees_after_forward(value: bool | int | None, mesh: ShardMesh, dims: Any) -> bool | None:
+def _frees_after_forward(value: bool | int | None, mesh: ShardMesh, dims: Any) -> tuple[bool | None, int]:
+    """Whether a unit is freed after its forward, and how many ranks keep it between them then (0: all)."""
     if value is None or isinstance(value, bool):
-        return value
+        return value, 0
     if not isinstance(value, int):
         raise ValueError(
             f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {value}"
@@ -72,26 +75,21 @@ def _frees_after_forward(value: bool | int | None, mesh: ShardMesh, dims: Any) -
         raise ValueError(
             f"If passing reshard_after_forward as an int, it should be a factor of {mesh.world}, not {value}"
         )
-    if value == 1:
-        return False
-    if value == mesh.world:
-        return True
-    raise NotImplementedError(
-        f"reshard_after_forward={value}: freeing down to a smaller group than the mesh of {mesh.world} is not there "
-        "yet; use True (less memory, gathers over all ranks) or False (more memory, no gathering in the backward)."
-    )
+    return value != 1, value if 1 < value < mesh.world else 0
 
 
-def _make_unit(
+def shard_modules(
     modules: Sequence[nn.Module],
     mesh: ShardMesh,
     *,
     frees: bool | None,
+    num_keepers: int,
     placement: Callable[[nn.Parameter], Any] | None,
     policy: MixedPrecisionPolicy,
     offload: OffloadPolicy,
     ignored: set[nn.Parameter],
 ) -> Unit:
+    """Make one unit of these modules."""
     for module in modules:
         _require_shardable(module)
     owners = _parameters_of(modules, ignored)
@@ -100,7 +98,15 @@ def _make_unit(
         ShardedParameter(name, parameter, places, mesh, _dim_of(name, parameter, placement))
         for name, (_, parameter), places in ((entry[0][0], entry[0], entry[1]) for entry in owners.values())
     ]
-    unit = Unit(modules, parameters, mesh, policy=policy, offload=offload, reshard_after_forward=frees)
+    unit = Unit(
+        modules,
+        parameters,
+        mesh,
+        policy=policy,
+        offload=offload,
+        reshard_after_forward=frees,
+        num_keepers=num_keepers,
+    )
     for module in modules:
         for _, inner in units_in(module):
             if inner.root is not None:
@@ -109,6 +115,7 @@ def _make_unit(
                 inner.parent = weakref.ref(unit)
     for module in modules:
         give_face(module, unit)
+    optimizer_guard.install()
     return unit
 
 
@@ -158,6 +165,11 @@ def _parameters_of(modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter]
         for name, parameter in module._parameters.items():
             if parameter is None or id(parameter) in left_out:
                 continue
+            if getattr(module, "sparse", False) is True:
+                raise NotImplementedError(
+                    f"{prefix}{name} has sparse gradients ({type(module).__name__}(sparse=True)), which have no "
+                    "shards. Set sparse=False, or leave the parameter out by ignored_params."
+                )
             if parameter.ndim == 0:
                 raise ValueError(
                     "fully_shard doesn't support scalar parameters. "

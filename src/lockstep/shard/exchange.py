@@ -117,8 +117,8 @@ class ScatterFlight:
         else:
             self.shard = self._new_shard(flat, layout)
             self._first = self._scatter(unit, flat)
-        if not unit.links.scatter.blocks_host(flat.device) or self._first is None:
-            self.land_scatter()  # only makes the stream wait, so that what follows is queued behind it
+        if self._first is None:
+            self.land_scatter()
 
     @staticmethod
     def _new_shard(flat: Tensor, layout: FlatLayout) -> Tensor:

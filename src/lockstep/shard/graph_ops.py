@@ -27,7 +27,9 @@ from lockstep import torch_private
 from lockstep.engine.bucket import Slot
 from lockstep.engine.flight import Flight
 from lockstep.engine.states import Kind
-from lockstep.shard.root import Root, Team, root_of
+from lockstep.observe.timeline import now
+from lockstep.shard.ahead import Started
+from lockstep.shard.root import Root, Team, refuse_compiled_autograd, root_of
 from lockstep.shard.store import FlatStore, spread, start_gather
 from lockstep.shard.unit import Unit
 
@@ -70,11 +72,23 @@ def _find(anchor: Tensor) -> tuple[Unit, FlatStore]:
 def _gather(home: Tensor, key: Tensor, num_elements: int, dtype: torch.dtype, trains: bool) -> Tensor:
     unit, store = _find(key)
     _note_forward(unit, store, trains)
-    mine = store.shard().to(device=store.device, dtype=dtype, non_blocking=True)
-    buffer = mine.new_empty(num_elements)
+    root = root_of(unit)
+    order = root.orders[torch_private.in_backward()]
+    root.orders[not torch_private.in_backward()].end()
+    begun = now()
+    started = order.take(store, _start, unit.links.gather.watch, unit.moment)
+    root.timeline.record("gather", begun, now(), unit.index)
+    _flights[started.buffer.data_ptr()] = started.flight
+    return started.buffer
+
+
+def _start(store: FlatStore) -> Started:
+    """Start gathering a store; the one that a graph asked for, or the one after it."""
+    unit, _ = _find(store.anchor)
+    mine = store.shard().to(device=store.device, dtype=store.dtype, non_blocking=True)
+    buffer = mine.new_empty(store.layout.num_elements)
     flight = start_gather(unit.links.gather, unit.gather_comm, buffer, mine, f"gather of {unit.name}")
-    _flights[buffer.data_ptr()] = flight
-    return buffer
+    return Started(buffer, flight, store.versions)
 
 
 @torch.library.impl(_library, "gathered", "CompositeExplicitAutograd")
@@ -83,7 +97,9 @@ def _gathered(buffer: Tensor, anchor: Tensor, sizes: list[int], ndims: list[int]
     unit, store = _find(anchor)
     flight = _flights.pop(buffer.data_ptr(), None)
     if flight is not None:
+        begun = now()
         flight.land(unit.links.gather.watch, unit.moment)
+        root_of(unit).timeline.record("gathered", begun, now(), unit.index)
     whole = [buffer.new_empty(cut.spec.shape) for cut in store.layout.cuts]
     spread(store.layout, buffer, whole)
     return whole
@@ -178,6 +194,7 @@ def _fake_scatter(grads: list[Tensor | None], anchor: Tensor) -> Tensor:
 @torch.library.impl(_library, "scatter", "CompositeExplicitAutograd")
 @torch_private.leave_to_python
 def _scatter(grads: list[Tensor | None], anchor: Tensor) -> Tensor:
+    refuse_compiled_autograd()
     unit, store = _find(anchor)
     root = root_of(unit)
     accumulator = store.accumulator()

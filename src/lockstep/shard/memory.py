@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lockstep import torch_private
-from lockstep.engine.bucket import LiveBucket, Slot, local_tensor
+from lockstep.engine.bucket import LiveBucket, Slot
 from lockstep.engine.grad_memory import GradMemory, GradOwnership
 from lockstep.shard.exchange import Load
 from lockstep.shard.layout import Cut, Piece
@@ -99,15 +99,17 @@ class ShardMemory(GradMemory):
         return torch.zeros(load.layout.num_elements, dtype=self.travel_dtype(bucket), device=load.unit.device)
 
     def _move(self, slots: Sequence[Slot], gradients: Sequence[Tensor], flat: Tensor) -> None:
-        """Add gradients to the buffer, or copy them where it is still empty."""
+        """Add gradients of one bucket to its buffer, or copy them where it is still empty."""
+        if not slots:
+            return
         targets: list[Tensor] = []
         sources: list[Tensor] = []
+        scale = self.loads[slots[0].bucket.index].scale(flat) if self.divides else 1.0
         with torch.no_grad():
             for slot, gradient in zip(slots, gradients, strict=True):
-                local = local_tensor(gradient).detach()
+                local = self._places[slot][0].local_gradient(gradient).detach()
                 if not local.is_contiguous():
                     local = local.contiguous()
-                scale = self.loads[slot.bucket.index].scale(flat) if self.divides else 1.0
                 for piece in self._places[slot][2]:
                     source = torch_private.alias(local, *piece.full)
                     target = torch_private.alias(flat, *piece.ranked)

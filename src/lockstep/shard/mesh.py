@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,25 +33,25 @@ class ShardMesh:
     shard_dims: tuple[int, ...] = ()  # which dimensions of that one are sharded over
     replicate_dims: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def shard_group(self) -> Any:
         """The ranks that have one shard each; some group to stand in where nothing is sharded."""
         return self.mesh.get_group(self.replicate_axis if self.shard_axis is None else self.shard_axis)
 
-    @property
+    @cached_property
     def world(self) -> int:
         """How many shards there are."""
         return 1 if self.shard_axis is None else self.mesh.size(self.shard_axis)
 
-    @property
+    @cached_property
     def rank(self) -> int:
         return 0 if self.shard_axis is None else int(self.shard_group.rank())
 
-    @property
+    @cached_property
     def replicate_group(self) -> Any:
         return None if self.replicate_axis is None else self.mesh.get_group(self.replicate_axis)
 
-    @property
+    @cached_property
     def num_replicas(self) -> int:
         return 1 if self.replicate_axis is None else self.mesh.size(self.replicate_axis)
 
@@ -151,8 +152,18 @@ class Links:
         watch = Watch(None, mesh.rank) if watch is None else watch
         self.gather = Transport(mesh.shard_group, watch)
         self._watch = watch
+        self._keepers: Transport | None = None
         self.replicas = Transport(mesh.replicate_group, watch) if mesh.num_replicas > 1 else None
         self.use_own_scatter_group(own_scatter_group)
+
+    def keepers(self, num: int) -> Transport:
+        """The way between ``num`` neighbours; made at a place that they all pass."""
+        if self._keepers is None:
+            ranks = dist.get_process_group_ranks(self.mesh.shard_group)
+            first = self.mesh.rank // num * num
+            group = dist.new_group(ranks[first : first + num], use_local_synchronization=True)
+            self._keepers = Transport(group, self._watch)
+        return self._keepers
 
     def use_own_scatter_group(self, is_own: bool) -> None:
         """See [Note: two groups for one set of ranks]."""

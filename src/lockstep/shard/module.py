@@ -15,6 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from lockstep import torch_private
+from lockstep.observe.metrics import metrics_of
+from lockstep.observe.timeline import Timeline
 from lockstep.shard.graph_ops import make_known
 from lockstep.shard.layout import ShardPlan
 from lockstep.shard.moments import after_forward, before_forward
@@ -56,16 +58,7 @@ class ShardedModule(FSDPModule):
         for unit in units:
             unit.reshard()
         result = super(FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
-        self._follow(units)
-        return result
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load into the shards, whatever was gathered."""
-        units = [unit for _, unit in units_in(self)]  # type: ignore[arg-type]
-        for unit in units:
-            unit.reshard()
-        result = super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
-        self._follow(units)
+        _follow(units)
         return result
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,12 +67,6 @@ class ShardedModule(FSDPModule):
             unit.reshard()
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
-    @staticmethod
-    def _follow(units: Sequence[Unit]) -> None:
-        changed = [unit.follow_modules() for unit in units]
-        if any(changed) and units[0].root is not None:
-            units[0].root.plan_anew()
-
     # ---------------------------------------------------------------- what there is to see
 
     @property
@@ -87,6 +74,18 @@ class ShardedModule(FSDPModule):
         """How the model is cut: print it."""
         units = [unit for _, unit in units_in(self)]  # type: ignore[arg-type]
         return plan_of(units)
+
+    @property
+    def timeline(self) -> Timeline:
+        """What happened in the last steps: forwards, gathers, scatters and the waits for them."""
+        return self._root.timeline
+
+    def metrics(self) -> dict[str, float]:
+        """Return the last step that synchronised as a flat dict of numbers, for any logger; see docs/observing.md."""
+        steps = self._root.timeline.steps
+        buckets = [bucket for step in self._root.steps for bucket in step.reducer.buckets]
+        in_graph = sum(bucket.left_in_graph for bucket in buckets)
+        return metrics_of(steps[-1] if steps else None, [bucket.spec for bucket in buckets], in_graph)
 
     @property
     def _root(self) -> Root:
@@ -126,6 +125,11 @@ class ShardedModule(FSDPModule):
         for unit in self._units(recurse):
             unit.reshard_after_backward = reshard_after_backward
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Keep the memory of whole parameters while they are sharded, so that their addresses do not change."""
+        for unit in self._units(recurse):
+            unit.keeps_storage = keep
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         self._lockstep_unit.gathers_in_backward = unshard_in_backward
 
@@ -146,7 +150,7 @@ class ShardedModule(FSDPModule):
             unit.all_reduces = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted; every backward that synchronises ends with its gradients reduced, so there is nothing to wait for."""
+        """Accepted; every backward that synchronises ends with its gradients reduced: nothing is left to wait for."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -158,8 +162,21 @@ class ShardedModule(FSDPModule):
         try:
             yield
         finally:
-            for unit, (unit.syncs, unit.all_reduces) in zip(units, before, strict=True):
-                pass
+            for unit, (syncs, all_reduces) in zip(units, before, strict=True):
+                unit.syncs, unit.all_reduces = syncs, all_reduces
+
+    def set_manual_backward_finalization(self, enable: bool) -> None:
+        """Let a backward that synchronises end with a call of :meth:`finalize_backward`, instead of by itself."""
+        for step in self._root.steps:
+            step.ends_by_hand = enable
+
+    def finalize_backward(self, async_op: bool = False) -> UnshardHandle | None:
+        """Wait for the reductions under way and write the gradients of the shards."""
+        handle = _Finalization(self._root)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def reset_iter_state(self) -> None:
         """Forget a step that raised, on all ranks; its gradients are lost."""
@@ -254,9 +271,9 @@ def _read_while_sharded(unit: Unit) -> str:
     units = [] if unit.root is None else unit.root.units
     names = [p.name for inner in units if not inner.is_full for p in inner.parameters]
     return (
-        "lockstep: a parameter was read while it is sharded, outside of the forward of the module that has it. These are "
-        f"sharded now: {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}. Call the module that has it, or "
-        "unshard() it before."
+        "lockstep: a parameter was read while it is sharded, outside of the forward of the module that has it. These "
+        f"are sharded now: {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}. Call the module that has it, "
+        "or unshard() it before."
     )
 
 
@@ -272,11 +289,46 @@ class _Handle(UnshardHandle):
             self._unit = None
 
 
+class _Finalization(UnshardHandle):
+    """What ``finalize_backward(async_op=True)`` returns."""
+
+    def __init__(self, root: Root) -> None:
+        self._root: Root | None = root
+
+    def wait(self) -> None:
+        if self._root is not None:
+            for step in self._root.steps:
+                step.finalize()
+            self._root = None
+
+
+def share_comm_ctx(modules: Sequence[Any]) -> None:
+    """See ``torch.distributed.fsdp.share_comm_ctx``; sharded models have no streams of their own to share here."""
+    for module in modules:
+        if not isinstance(module, ShardedModule):
+            raise ValueError(f"Expects list of FSDPModules but got {module}")
+
+
 def _units_of(modules: Sequence[Any]) -> list[Unit]:
     for module in modules:
         if not isinstance(module, ShardedModule):
             raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
     return [module._lockstep_unit for module in modules]
+
+
+def _follow(units: Sequence[Unit]) -> None:
+    """Take up what was done to the shards."""
+    changed = [unit.follow_modules() for unit in units]
+    if any(changed) and units[0].root is not None:
+        units[0].root.plan_anew()
+
+
+def _before_load(module: Any, *_: Any) -> None:
+    module._lockstep_unit.reshard()
+
+
+def _after_load(module: Any, _: Any) -> None:
+    _follow([module._lockstep_unit])
 
 
 _classes: dict[type, type] = {}
@@ -291,6 +343,8 @@ def give_face(module: nn.Module, unit: Unit) -> None:
     object.__setattr__(module, "_lockstep_paths", _paths(module, unit))
     make_known(unit)
     torch_private.mark_as_sharded(module)
+    module.register_load_state_dict_pre_hook(_before_load)
+    module.register_load_state_dict_post_hook(_after_load)
     module.__class__ = _classes[own]
 
 

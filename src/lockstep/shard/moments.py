@@ -60,7 +60,7 @@ def after_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
         unit.phase = Phase.IDLE
         root.note_ran(unit)
         if unit.frees_after_forward:
-            unit.reshard()
+            unit.free_after_forward()
     output = _cast_output(unit, output)
     if torch.is_grad_enabled():
         for tensor in find_tensors(output):
@@ -73,7 +73,7 @@ def after_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
                 other.phase = Phase.IDLE
                 root.note_ran(other)
                 if other.frees_after_forward:
-                    other.reshard()
+                    other.free_after_forward()
         root.end_forward(output)
     return output
 

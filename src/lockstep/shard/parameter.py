@@ -22,12 +22,19 @@ from lockstep import torch_private
 from lockstep.shard.layout import ShardSpec, contiguous
 from lockstep.shard.mesh import ShardMesh
 
-# A number for every parameter that was cut, as long as it lives: an ``id`` may be given again.
+# A number and a name for every parameter that was cut, and for the whole that is gathered of it, as long as they live:
+# an ``id`` may be given again.
 _origins: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _numbers = count()
 
 # A module, and what it calls the parameter.  A unit must not keep its modules: they go when the program lets them go.
 Owner = tuple[weakref.ref[nn.Module], str]
+
+
+def name_of_origin(parameter: Tensor) -> str | None:
+    """The name of a whole parameter whose shards are trained in its place; None for any other."""
+    found = _origins.get(parameter)
+    return None if found is None else found[1]
 
 
 class ShardedParameter:
@@ -44,8 +51,8 @@ class ShardedParameter:
         self.shape = tuple(local.shape)
         self._refuse_what_cannot_be_cut(parameter, local)
         if parameter not in _origins:
-            _origins[parameter] = next(_numbers)
-        self.origin: int = _origins[parameter]
+            _origins[parameter] = (next(_numbers), name)
+        self.origin: int = _origins[parameter][0]
         self.full: nn.Parameter | None = None
         self.sharded = self._shard(parameter, local.detach())
         self.register(self.sharded)
@@ -91,13 +98,17 @@ class ShardedParameter:
         """Where the shards lie, as a DTensor says it."""
         mine = Shard(self.dim)
         replicas = () if self.mesh.replicate_axis is None else (Replicate(),)
+
+        def shards(placement: Any) -> tuple[Any, ...]:
+            return () if self.mesh.shard_axis is None else (placement,)
+
         if self.whole_spec is None:
             if self.mesh.spmd is not None:
                 raise ValueError(
                     "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. via "
                     f"distribute_module). Got plain tensor for parameter '{self.owners[0][1]}'."
                 )
-            return self.mesh.mesh, (*replicas, mine)
+            return self.mesh.mesh, (*replicas, *shards(mine))
         theirs = self.whole_spec.placements
         if self.mesh.spmd is not None:
             return self._placements_on_whole_mesh(theirs)
@@ -106,13 +117,15 @@ class ShardedParameter:
             if getattr(placement, "dim", None) == self.dim:
                 num_cuts *= size
         once_more = torch_private.strided_shard(self.dim, num_cuts) if num_cuts > 1 else mine
-        return torch_private.joined_mesh([self.mesh.mesh, self.whole_spec.mesh]), (*replicas, once_more, *theirs)
+        joined = torch_private.joined_mesh([self.mesh.mesh, self.whole_spec.mesh])
+        return joined, (*replicas, *shards(once_more), *theirs)
 
     def _placements_on_whole_mesh(self, theirs: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
         mesh = self.whole_spec.mesh
         if mesh is not self.mesh.spmd and mesh != self.mesh.spmd:
             raise ValueError(
-                "Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got different mesh objects"
+                "Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got different mesh "
+                "objects"
             )
         placements = list(theirs)
         for kind, dims in (("shard", self.mesh.shard_dims), ("replicate", self.mesh.replicate_dims)):
@@ -183,12 +196,26 @@ class ShardedParameter:
         if self.whole_spec is not None:
             whole = torch_private.dtensor_around(whole, self._spec_in(memory.dtype))
         self.full = nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
+        _origins[self.full] = (self.origin, self.name)
 
     def _spec_in(self, dtype: torch.dtype) -> Any:
         spec = self.whole_spec
         if spec.tensor_meta is None or spec.tensor_meta.dtype == dtype:
             return spec
         return replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
+
+    def local_gradient(self, gradient: Tensor) -> Tensor:
+        """This rank's part of a whole gradient, which with tensor parallelism may still have to be summed up there."""
+        if self.whole_spec is None or not isinstance(gradient, DTensor):
+            return gradient
+        ours = {*self.mesh.shard_dims, *self.mesh.replicate_dims} if self.mesh.spmd is not None else set()
+        wanted = tuple(
+            theirs if axis in ours else mine
+            for axis, (theirs, mine) in enumerate(zip(gradient.placements, self.whole_spec.placements, strict=True))
+        )
+        if tuple(gradient.placements) != wanted:
+            gradient = gradient.redistribute(placements=wanted)
+        return torch_private.local_of(gradient)
 
     def follow_requires_grad(self) -> None:
         assert self.full is not None

@@ -11,6 +11,7 @@ every unit in every window, so that no rank waits for a scatter that another has
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -31,14 +32,17 @@ from lockstep.engine.reducer import Reducer
 from lockstep.engine.step import SyncStep
 from lockstep.engine.union import Union
 from lockstep.engine.used import find_tensors, parameters_reached_from
-from lockstep.observe.timeline import Timeline
+from lockstep.observe.timeline import Timeline, now
 from lockstep.plan import Bucket, BucketCaps, ParameterSpec, Plan
 from lockstep.settings import agreement_timeout
+from lockstep.shard.ahead import GatherOrder
 from lockstep.shard.exchange import HookExchange, Load, ScatterExchange
 from lockstep.shard.layout import ShardPlan, UnitLayout, flat_layouts
 from lockstep.shard.memory import ShardMemory
 from lockstep.shard.mesh import Links, whole_group
 from lockstep.shard.unit import Phase, Unit
+
+logger = logging.getLogger("lockstep")
 
 
 class Team:
@@ -95,7 +99,9 @@ class Team:
                     assert parameter.full is not None
                     parameter.follow_requires_grad()
                     if parameter.sharded.requires_grad:
-                        slots.append(Slot(parameter.name, parameter.full, parameter.owner_name, len(slots)))
+                        slot = Slot(parameter.name, parameter.full, parameter.owner_name, len(slots))
+                        slot.leaf = parameter.sharded
+                        slots.append(slot)
         for unit in reversed(self.units):
             for store in unit.stores:
                 training = [p for p in store.parameters if p.sharded.requires_grad]
@@ -146,6 +152,8 @@ class Team:
                 + "Fix: call fully_shard on the same modules with the same options on every rank.",
                 shown,
             )
+        if self.step.closing.union.control is not None:
+            self.step.closing.union.control.connect(self.watch)
 
 
 class Root:
@@ -155,11 +163,12 @@ class Root:
         self.units = list(units)
         self.timeline = Timeline(torch_private.default_group().rank())
         self.running: Unit | None = None  # the outermost unit of the forward that is running
-        self.num_failed = 0
         self.order: list[Unit] = []  # in which units ran in the last forwards, for the backward
         self._last_order: list[Unit] = []
         self._this_order: list[Unit] = []
         self._is_end_queued = False
+        self._forward_start = 0
+        self.orders = (GatherOrder(), GatherOrder())  # of compiled graphs: in forwards, in backwards
         self._requires_grad = self._flags()
         for number, unit in enumerate(units):
             unit.root, unit.index = self, number
@@ -169,6 +178,8 @@ class Root:
                 by_mesh.setdefault(unit.mesh.mesh, []).append(unit)
         self.teams = [Team(self, members) for members in by_mesh.values()]
         plan = self.plan
+        if self.timeline.rank == 0:
+            logger.info("%s", plan)
         for team in self.teams:
             team.compare(plan)
             # The hooks on the parameters must not outlive the model.
@@ -201,6 +212,7 @@ class Root:
     def begin_forward(self, unit: Unit) -> None:
         """The outermost unit of a forward is about to run."""
         self.running = unit
+        self._forward_start = now()
         self._last_order, self._this_order = self._this_order, []
         if torch.is_grad_enabled():
             self.note_forward()
@@ -224,6 +236,7 @@ class Root:
     def end_forward(self, output: Any) -> None:
         """The outermost unit has run."""
         self.running = None
+        self.timeline.record("forward", self._forward_start, now())
         if not torch.is_grad_enabled():
             return
         for team in self.teams:
@@ -272,6 +285,7 @@ class Root:
 
     def note_backward(self) -> None:
         """A backward has come to an output of one of the units."""
+        refuse_compiled_autograd()
         for step in self.steps:
             with step.lane.lock:
                 step.note_output_reached()
@@ -293,7 +307,11 @@ class Root:
             unit.modules_to_run.clear()
             if unit.reshard_after_backward:
                 unit.reshard()
+            for store in unit.stores:
+                store.forget_part()
         self.order.clear()
+        for order in self.orders:
+            order.end()
 
     # ---------------------------------------------------------------- after an error
 
@@ -306,6 +324,19 @@ class Root:
             reset_together(step)
         for unit in self.units:
             unit.reshard()
+            for order in self.orders:
+                order.drop(unit.links.gather.watch, unit.moment)
+                order.end()
+
+
+def refuse_compiled_autograd() -> None:
+    """Raise where compiled autograd runs a backward: the engine has no pass then, by which gradients are counted."""
+    if torch_private.in_compiled_backward():
+        raise errors.LockstepError(
+            "Compiled autograd runs this backward, which sharded models do not support yet: their gradients would be "
+            "wrong. Fix: leave torch._dynamo.config.compiled_autograd off; the backward of a compiled model is "
+            "compiled without it."
+        )
 
 
 def _note_unused(team: Team) -> bool:

@@ -45,6 +45,9 @@ class FlatStore:
         self._buffer: Tensor | None = None
         self._gathered: Tensor | None = None
         self._flight: Flight | Any = None
+        # After a forward, where it is freed down to fewer ranks than have shards: this rank's part of the whole.
+        self._kept: Tensor | None = None
+        self._num_keepers = 1
         if not any(p.local.is_meta for p in parameters):
             self.settle()
 
@@ -140,7 +143,8 @@ class FlatStore:
 
     @property
     def _full_elements(self) -> int:
-        return self.layout.num_elements if self._is_direct else self.layout.full_elements
+        size = self.layout.num_elements if self._is_direct else self.layout.full_elements
+        return -(-size // self._num_keepers) * self._num_keepers
 
     def make_whole(self) -> None:
         """Make the whole parameters, without memory."""
@@ -161,6 +165,27 @@ class FlatStore:
         self._buffer.untyped_storage().resize_(self._full_elements * self._buffer.element_size())
         return torch_private.alias(self._buffer, (self._full_elements,), (1,), 0)
 
+    def share_among(self, num_keepers: int) -> None:
+        """Let the whole be such that this many ranks can keep equal parts of it."""
+        self._num_keepers = num_keepers
+
+    def keep_part(self, number: int) -> None:
+        """Keep one part of the whole, which is about to be freed."""
+        if self._buffer is not None and not self.is_alias:
+            size = self._full_elements // self._num_keepers
+            self._kept = torch_private.alias(self._buffer, (size,), (1,), number * size).clone()
+
+    def forget_part(self) -> None:
+        self._kept = None
+
+    def start_among_keepers(self, transport: Transport, name: str) -> bool:
+        """Start gathering the parts that were kept after the forward; returns whether there are any."""
+        if self._kept is None:
+            return False
+        self._flight = transport.start_all_gather(self._fill_memory(), self._kept, name)
+        self._kept = None
+        return True
+
     def start(self, transport: Transport, comm: Any, name: str) -> None:
         """Start gathering."""
         self.make_whole()
@@ -169,12 +194,12 @@ class FlatStore:
             return
         assert self.home is not None
         with torch.no_grad():
-            mine = self.home.to(device=self.device, dtype=self.dtype, non_blocking=True)
             if self.world == 1:
-                self._fill_memory().copy_(mine)
+                self._fill_memory().copy_(self.home, non_blocking=True)
                 return
+            mine = self.home.to(device=self.device, dtype=self.dtype, non_blocking=True)
             if self._is_direct and comm is None:
-                self._gathered = self._fill_memory()
+                self._gathered = self._fill_memory().narrow(0, 0, self.layout.num_elements)
             elif isinstance(comm, GroupMemory):
                 self._gathered = comm.allocate_on(transport, self.layout.num_elements, self.dtype, self.device)
             elif comm is not None:
@@ -197,7 +222,7 @@ class FlatStore:
                 whole = self._fill_memory()
                 spread(self.layout, gathered, [torch_private.alias(whole, *cut.full) for cut in self.layout.cuts])
             elif self._buffer is not None and gathered.data_ptr() != self._buffer.data_ptr():
-                self._fill_memory().copy_(gathered)
+                self._fill_memory().narrow(0, 0, self.layout.num_elements).copy_(gathered)
 
     def free(self) -> None:
         """Give the memory of the whole back."""

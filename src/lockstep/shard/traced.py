@@ -31,8 +31,10 @@ def traced_call(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kw
         args, kwargs = cast_floats(policy.param_dtype, args), cast_floats(policy.param_dtype, kwargs)
     gathered = [_gather_store(store, unit.gathers_again) for store in unit.stores]
     places = torch_private.with_effects_in_trace(_put, module, unit, gathered)
-    output = call(*args, **kwargs)
-    torch_private.with_effects_in_trace(_put_back, places)
+    try:
+        output = call(*args, **kwargs)
+    finally:
+        torch_private.with_effects_in_trace(_put_back, places)
     if policy.output_dtype is not None:
         output = cast_floats(policy.output_dtype, output)
     return output

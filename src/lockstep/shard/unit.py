@@ -55,6 +55,7 @@ class Unit:
         policy: Any,
         offload: Any,
         reshard_after_forward: bool | None,
+        num_keepers: int = 0,
     ) -> None:
         self.modules = weakref.WeakSet(modules)
         self.first_module = weakref.ref(modules[0])
@@ -76,6 +77,9 @@ class Unit:
         self.phase = Phase.IDLE
         # What the program chose; a reshard_after_forward that it left open is True, except for the root.
         self.reshard_after_forward = reshard_after_forward
+        self.num_keepers = (
+            num_keepers  # ranks that keep the whole between them after a forward; 0: all, by their shards
+        )
         self.reshard_after_backward = True
         self.gathers_in_backward = True
         self.syncs = True
@@ -88,6 +92,7 @@ class Unit:
         self.all_reduce_hook_stream: Any = None
         self.max_scatter_inputs = 1
         self.uses_group_memory = False
+        self.keeps_storage = False
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
         self.order_positions: list[int] = []  # in the order of this step's forwards
@@ -110,6 +115,8 @@ class Unit:
         self.stores = [
             FlatStore(group, self.device, self.policy.param_dtype, pins=self._pins) for group in by_dtype.values()
         ]
+        for store in self.stores:
+            store.share_among(max(1, self.num_keepers))
         for parameter in self.parameters:
             parameter.full = None
 
@@ -172,11 +179,12 @@ class Unit:
                 "and call module.reset_parameters() on each module to initialize values."
             )
         if self._offloads:
-            wrong = [p.name for p in self.parameters if p.local.device.type != "cpu"]
+            wrong = [(p.name, p.local.device) for p in self.parameters if p.local.device.type != "cpu"]
             if wrong:
                 raise RuntimeError(
                     "FSDP parameters should be materialized on CPU when enabling CPU offloading. For example, load a "
-                    f"CPU state dict or call module.to_empty(device='cpu'). Found other devices for: {wrong}"
+                    "CPU state dict or call module.to_empty(device='cpu'). Found following parameters on non-CPU "
+                    f"device: {wrong}"
                 )
 
     # ---------------------------------------------------------------- gather and free
@@ -189,10 +197,28 @@ class Unit:
         self._versions = [store.versions for store in self.stores]
         with torch_private.RecordFunction(f"lockstep::gather {self.name}"):
             for number, store in enumerate(self.stores):
+                if self._start_among_keepers(store):
+                    continue
                 comm = self.gather_comm or (GroupMemory() if self.uses_group_memory else None)
                 store.start(self.links.gather, comm, f"gather of {self.name} ({number})")
         self.residence = Residence.GATHERING
         self._note("gather", start)
+
+    def _start_among_keepers(self, store: FlatStore) -> bool:
+        if not self.num_keepers:
+            return False
+        if not torch_private.in_backward():
+            store.forget_part()
+            return False
+        return store.start_among_keepers(self.links.keepers(self.num_keepers), f"gather of {self.name}")
+
+    def free_after_forward(self) -> None:
+        """As ``reshard``; but where fewer ranks are to have the whole between them, this one keeps its part."""
+        if self.num_keepers and self.is_full and torch.is_grad_enabled():
+            number = self.links.keepers(self.num_keepers).rank
+            for store in self.stores:
+                store.keep_part(number)
+        self.reshard()
 
     def wait(self) -> None:
         """Let the modules have the whole parameters."""
@@ -219,7 +245,7 @@ class Unit:
             return
         for parameter in self.parameters:
             parameter.register(parameter.sharded)
-        for store in self.stores:
+        for store in self.stores if not self.keeps_storage else ():
             store.free()
         self.residence = Residence.SHARDED
 

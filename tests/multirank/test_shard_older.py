@@ -1,0 +1,130 @@
+"""The older class: its constructor's arguments, its state dicts and its contexts, on the same engine."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffload, FullStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
+from torch.distributed.tensor import DTensor
+
+from lockstep import FullyShardedDataParallel as FSDP
+from multirank.compare import assert_close
+from multirank.harness import lockstep_only, run_ranks
+from multirank.models import CASES, Block, shard
+from multirank.shard_training import gradients, whole_gradients
+
+pytestmark = lockstep_only
+BLOCKS = ModuleWrapPolicy({Block})
+
+
+def compare(how: str = "eager", **options: Any) -> FSDP:
+    case = CASES["gpt_tied"]
+    module, reference = FSDP(case.module(torch.float64), **options), case.module(torch.float64)
+    called = torch.compile(module, backend="aot_eager", fullgraph=True) if how == "compiled" else module
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine = torch.optim.SGD(module.parameters(), lr=0.05)
+    theirs = torch.optim.SGD(reference.parameters(), lr=0.05)
+    for step in range(2):
+        mine.zero_grad()
+        theirs.zero_grad()
+        case.loss(called, shard(case.batch(step, torch.float64), rank, world)).backward()
+        case.loss(reference, case.batch(step, torch.float64)).backward()
+        assert_close(whole_gradients(module), gradients(reference), f"{options}, step {step}")
+        mine.step()
+        theirs.step()
+    return module
+
+
+def train_all(how: str) -> None:
+    torch._dynamo.reset()
+    hybrid = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    for options in (
+        {"auto_wrap_policy": BLOCKS, "use_orig_params": True},
+        {"auto_wrap_policy": BLOCKS, "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+        {"auto_wrap_policy": BLOCKS, "sharding_strategy": ShardingStrategy.NO_SHARD},
+        {"auto_wrap_policy": BLOCKS, "sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": hybrid},
+        {"auto_wrap_policy": partial(size_based_auto_wrap_policy, min_num_params=1500)},
+        {"auto_wrap_policy": CustomPolicy(lambda m: isinstance(m, Block)), "process_group": dist.group.WORLD},
+        {"cpu_offload": CPUOffload(offload_params=True)},
+        {"sync_module_states": True, "limit_all_gathers": False},
+    ):
+        compare(how, **options)
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_strategies_and_policies(how: str) -> None:
+    run_ranks(2, train_all, how)
+
+
+def states() -> None:
+    case = CASES["gpt_tied"]
+    plain = case.module(torch.float64)
+    module = FSDP(case.module(torch.float64), auto_wrap_policy=BLOCKS)
+    full = module.state_dict()
+    assert_close(full, plain.state_dict(), "whole")
+    assert list(full) == list(plain.state_dict())
+    assert [n for n, _ in module.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    with FSDP.state_dict_type(module, StateDictType.SHARDED_STATE_DICT):
+        assert all(isinstance(value, DTensor) for value in module.state_dict().values())
+    with FSDP.state_dict_type(
+        module, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    ):
+        assert bool(module.state_dict()) == (dist.get_rank() == 0)
+    with pytest.raises(NotImplementedError, match="SHARDED_STATE_DICT"):
+        FSDP.set_state_dict_type(module, StateDictType.LOCAL_STATE_DICT)
+    module.load_state_dict({name: value * 2.0 for name, value in full.items()})
+    assert_close(module.state_dict(), {n: v * 2.0 for n, v in plain.state_dict().items()}, "loaded")
+    with FSDP.summon_full_params(module):
+        assert not isinstance(module.blocks[0].up.weight, DTensor)
+        with torch.no_grad():
+            module.blocks[0].up.weight.fill_(7.0)
+    assert module.state_dict()["blocks.0.up.weight"].unique().item() == 7.0
+    with FSDP.summon_full_params(module, writeback=False), torch.no_grad():
+        module.blocks[0].up.weight.fill_(8.0)
+    assert module.state_dict()["blocks.0.up.weight"].unique().item() == 7.0
+    assert len(FSDP.fsdp_modules(module)) == 3
+    assert len(FSDP.fsdp_modules(module, root_only=True)) == 1
+    assert module.check_is_root()
+    with pytest.raises(NotImplementedError, match="get_optimizer_state_dict"):
+        FSDP.optim_state_dict(module, None)
+
+
+def test_states() -> None:
+    run_ranks(2, states)
+
+
+def clip_and_accumulate() -> None:
+    case = CASES["mlp"]
+    module = FSDP(case.module(torch.float64))
+    reference = case.module(torch.float64)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with module.no_sync():
+        case.loss(module, shard(case.batch(0, torch.float64), rank, world)).backward()
+    case.loss(module, shard(case.batch(1, torch.float64), rank, world)).backward()
+    for step in (0, 1):
+        case.loss(reference, case.batch(step, torch.float64)).backward()
+    torch.testing.assert_close(module.clip_grad_norm_(0.01), nn.utils.clip_grad_norm_(reference.parameters(), 0.01))
+    assert_close(whole_gradients(module), gradients(reference), "clipped")
+    mixed = FSDP(case.module(torch.float32), mixed_precision=MixedPrecision(torch.bfloat16, torch.float32))
+    output = mixed(case.batch(0)["x"])
+    assert output.dtype == torch.bfloat16
+    output.float().sum().backward()
+    assert next(mixed.parameters()).grad.dtype == torch.float32
+    with pytest.raises(ValueError, match="2D device_mesh"):
+        FSDP(case.module(), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    with torch.device("meta"):
+        on_meta = case.build_module()
+    FSDP(on_meta, param_init_fn=lambda m: (m.to_empty(device="cpu", recurse=False), m.reset_parameters()))
+    on_meta(torch.randn(2, 8))
+
+
+def test_clipping_accumulation_and_precision() -> None:
+    run_ranks(2, clip_and_accumulate)
