@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from gpu_device import DEVICE, peak_bytes, prepare, reset_peak, synchronize
-from gpu_timing import Trainer, gpt2
+from gpu_timing import CONTEXT, NUM_SYMBOLS, Trainer, gpt2
 from models import give_own_code
 from timing import interleave
 
@@ -107,7 +107,7 @@ def gradients(compiled: bool, low: bool) -> dict[str, Any]:
         plain = gpt2().to(DEVICE)
         module = sharded(subject, copy.deepcopy(plain), low)
         world, rank = dist.get_world_size(), dist.get_rank()
-        batch = torch.randint(1000, (2 * world, 257), device=DEVICE)
+        batch = torch.randint(NUM_SYMBOLS, (2 * world, min(CONTEXT, 256) + 1), device=DEVICE)
         dist.broadcast(batch, 0)
         model = torch.compile(module) if compiled and subject == "lockstep" else module
         for _ in range(3):
