@@ -177,7 +177,7 @@ class Root:
         for team in self.teams:
             team.compare(plan)
             # The hooks on the parameters must not outlive the model.
-            weakref.finalize(top.first_module(), team.hooks.detach)
+            weakref.finalize(top.module_references[0](), team.hooks.detach)
 
     @property
     def plan(self) -> ShardPlan:
@@ -367,14 +367,17 @@ def root_of(unit: Unit) -> Root:
     if unit.root is not None:
         return unit.root
     top = unit.top()
-    module = top.first_module()
-    assert module is not None
-    units = []
-    for name, member in units_in(module):
-        member.name = name or type(module).__name__.removeprefix("FSDP")
-        member.follow_modules()
-        units.append(member)
-    names = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
+    modules = [module for reference in top.module_references if (module := reference()) is not None]
+    units: list[Unit] = []
+    names: dict[int, str] = {}
+    for number, module in enumerate(modules):
+        prefix = f"{number}." if len(modules) > 1 else ""
+        for name, member in units_in(module):
+            if member not in units:
+                member.name = prefix + name or type(module).__name__.removeprefix("FSDP")
+                member.follow_modules()
+                units.append(member)
+        names |= {id(p): prefix + name for name, p in module.named_parameters(remove_duplicate=False)}
     for member in units:
         for parameter in member.parameters:
             parameter.name = names.get(id(parameter.sharded), parameter.name)

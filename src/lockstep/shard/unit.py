@@ -58,7 +58,7 @@ class Unit:
         num_keepers: int = 0,
     ) -> None:
         self.modules = weakref.WeakSet(modules)
-        self.first_module = weakref.ref(modules[0])
+        self.module_references = tuple(weakref.ref(module) for module in modules)
         self.num_modules = len(modules)
         self.parameters = list(parameters)
         self.mesh = mesh
