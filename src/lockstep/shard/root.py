@@ -328,7 +328,7 @@ def refuse_compiled_autograd() -> None:
     if torch_private.in_compiled_backward():
         raise errors.LockstepError(
             "Compiled autograd runs this backward, which sharded models do not support yet: their gradients would be "
-            "wrong. Fix: leave torch._dynamo.config.compiled_autograd off; the backward of a compiled model is "
+            "wrong. Fix: leave the setting compiled_autograd of dynamo off; the backward of a compiled model is "
             "compiled without it."
         )
 
