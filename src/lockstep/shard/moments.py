@@ -154,7 +154,7 @@ def _cast_output(unit: Unit, output: Any) -> Any:
 
 def _move_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """As torch does, for the outermost unit only."""
-    if unit.device.type == "cpu":
+    if unit.device.type == "cpu" or not (args or kwargs):
         return args, kwargs
     (moved,), (moved_kwargs,) = torch_private.inputs_to_device(args, kwargs, unit.device, False)
     return moved, moved_kwargs

@@ -123,6 +123,8 @@ class Team:
         self.step.reducer.use_plan(plan, slots)
         self.exchange.loads = list(loads)
         self.step.rebuild()
+        for slot in slots:
+            slot.dirty = slot.parameter.grad is not None  # of passes that did not synchronise
         self.hooks.attach()
 
     def set_comm_hook(self, state: Any, hook: Any, name: str) -> None:
@@ -314,8 +316,9 @@ class Root:
         self.fail_forward()
         self._is_end_queued = False
         self._this_order, self._last_order = [], []
-        for step in self.steps:
-            step.reset_together()
+        for team in self.teams:
+            team.step.reset_together()
+            team.memory.forget(team.step.reducer.slots)
         for unit in self.units:
             unit.reshard()
             for order in self.orders:
