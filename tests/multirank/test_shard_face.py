@@ -774,6 +774,18 @@ def test_the_end_of_a_backward_by_hand() -> None:
     run_ranks(2, finalize_by_hand)
 
 
+def own_gather() -> None:
+    module = fully_shard(nn.Linear(4, 4))
+    module.weight.to_local()  # another tensor on the same memory
+    module._lockstep_unit.parameters[0].local.fsdp_pre_all_gather = lambda *_: None
+    with pytest.raises(NotImplementedError, match="weight is a Tensor with its own all-gather"):
+        module(torch.ones(1, 4))
+
+
+def test_tensors_with_their_own_gather_are_refused() -> None:
+    run_ranks(2, own_gather)
+
+
 def wrong_meshes() -> None:
     for mesh in (init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c")),):
         with pytest.raises(ValueError, match="1D or 2D DeviceMesh"):

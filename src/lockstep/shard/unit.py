@@ -170,7 +170,9 @@ class Unit:
         return False
 
     def require_real(self) -> None:
-        """Raise if shards are still on the meta device."""
+        """Raise if shards are still on the meta device, or are no plain tensors."""
+        for parameter in self.parameters:
+            parameter.refuse_own_gather(parameter.local)
         names = [parameter.name for parameter in self.parameters if parameter.sharded.device.type == "meta"]
         if names:
             raise RuntimeError(
