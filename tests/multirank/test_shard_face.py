@@ -256,6 +256,28 @@ def grouped(how: str) -> None:
         assert_close(whole_gradients(module), gradients(reference), f"step {step}")
 
 
+def grouped_apart() -> None:
+    """A unit of two modules that stand in no module, of which one runs more often than the other."""
+    torch.manual_seed(1)
+    norm, head = nn.LayerNorm(8).double(), nn.Linear(8, 3).double()
+    plain_norm, plain_head = copy.deepcopy(norm), copy.deepcopy(head)
+    fully_shard([norm, head])
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in range(2):
+        batch = torch.randn(2 * world, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        for module in (norm, head, plain_norm, plain_head):
+            module.zero_grad()
+        hidden = norm(batch.chunk(world)[rank])
+        sum(head(part).square().mean() for part in hidden.chunk(2)).backward()
+        sum(plain_head(plain_norm(part)).square().mean() for part in batch).mul(1 / world).backward()
+        for mine, theirs in ((norm, plain_norm), (head, plain_head)):
+            assert_close(whole_gradients(mine), gradients(theirs), f"step {step}")
+
+
+def test_modules_of_a_unit_that_run_apart() -> None:
+    run_ranks(2, grouped_apart)
+
+
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_a_unit_of_several_modules(how: str) -> None:
     run_ranks(2, grouped, how)
@@ -750,6 +772,18 @@ def finalize_by_hand() -> None:
 
 def test_the_end_of_a_backward_by_hand() -> None:
     run_ranks(2, finalize_by_hand)
+
+
+def own_gather() -> None:
+    module = fully_shard(nn.Linear(4, 4))
+    module.weight.to_local()  # another tensor on the same memory
+    module._lockstep_unit.parameters[0].local.fsdp_pre_all_gather = lambda *_: None
+    with pytest.raises(NotImplementedError, match="weight is a Tensor with its own all-gather"):
+        module(torch.ones(1, 4))
+
+
+def test_tensors_with_their_own_gather_are_refused() -> None:
+    run_ranks(2, own_gather)
 
 
 def wrong_meshes() -> None:

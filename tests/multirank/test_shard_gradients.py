@@ -33,8 +33,9 @@ def test_eager(world: int, dtype: torch.dtype) -> None:
 
 
 def train_with_all_optimizers() -> None:
+    # In float64: Adam makes a whole step of the rounding noise that is the gradient of an attention key's bias.
     for optimizer in OPTIMIZERS:
-        train_and_compare("gpt_tied", torch.float32, optimizer=optimizer)
+        train_and_compare("gpt_tied", torch.float64, optimizer=optimizer)
 
 
 def test_optimizers() -> None:

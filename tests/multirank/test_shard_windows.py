@@ -412,3 +412,28 @@ def test_timeline(how: str) -> None:
     assert ("forward" in names) == (how == "eager")
     assert metrics["lockstep/buckets"] == 3
     assert metrics["lockstep/launched_in_graph"] == (3 if how == "compiled" else 0)
+
+
+def freeze_while_accumulating() -> None:
+    pair = Pair("mlp")
+    with pair.module.no_sync():
+        pair.loss(0).backward()
+        pair.loss(1).backward()
+    for module in (pair.module, pair.reference):
+        for name, parameter in module.named_parameters():
+            if name == "layers.2.bias":
+                parameter.requires_grad_(False)
+    pair.module.layers[2]._lockstep_unit.parameters[1].sharded.requires_grad_(False)
+    pair.loss(2).backward()
+    for parameter in pair.reference.parameters():
+        parameter.requires_grad_(True)
+    for step in (0, 1, 2):
+        pair.reference_loss(step).backward()
+    mine, theirs = whole_gradients(pair.module), gradients(pair.reference)
+    assert mine.pop("layers.2.bias") is None
+    theirs.pop("layers.2.bias")
+    assert_close(mine, theirs, "accumulated before one was frozen")
+
+
+def test_freezing_while_gradients_accumulate() -> None:
+    run_ranks(2, freeze_while_accumulating)

@@ -52,6 +52,8 @@ _flights: dict[int, Flight] = {}  # by the address of the buffer
 
 def make_known(unit: Unit) -> None:
     """Let the operators find the stores of a unit."""
+    for address in [address for address, (_, store) in _stores.items() if store() is None]:
+        del _stores[address]
     for store in unit.stores:
         _stores[store.anchor.data_ptr()] = (weakref.ref(unit), weakref.ref(store))
 

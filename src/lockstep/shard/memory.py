@@ -13,8 +13,7 @@ The engine calls this where it would call its own ``GradMemory``; what each meth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from lockstep.engine.grad_memory import GradMemory, GradOwnership
 from lockstep.shard.exchange import Load
 from lockstep.shard.layout import Cut, Piece
 from lockstep.shard.parameter import ShardedParameter
+from lockstep.shard.store import spread
 
 
 class ShardMemory(GradMemory):
@@ -180,10 +180,26 @@ class ShardMemory(GradMemory):
     # ---------------------------------------------------------------- when a window is abandoned
 
     def give_back(self, bucket: LiveBucket, scale: float) -> None:
-        """Forget what was under way: a gradient that was scattered cannot be had back."""
-        for slot in bucket.slots:
+        """Undo the taking, where nothing was sent: whole gradients lie in ``.grad`` again.  What was sent is lost."""
+        load, flat = self.loads[bucket.index], bucket.flat
+        if flat is not None and not bucket.has_left and not load.is_kept:
+            with torch.no_grad():
+                self._unpack(bucket, load, flat)
+        load.partial = None
+        load.is_kept = False
+        bucket.forget_buffer()
+
+    def _unpack(self, bucket: LiveBucket, load: Load, flat: Tensor) -> None:
+        whole = [flat.new_empty(cut.spec.shape) for cut in load.layout.cuts]
+        spread(load.layout, flat, whole)
+        scale = load.scale(flat) if self.divides else 1.0
+        for parameter, gradient in zip(load.parameters, whole, strict=True):
+            slot = next(slot for slot in bucket.slots if self._places[slot][0] is parameter)
+            if slot.is_taken and slot.parameter.grad is None and parameter.whole_spec is None:
+                slot.parameter.grad = gradient.div_(scale).to(slot.parameter.dtype)
+
+    def forget(self, slots: Iterable[Slot]) -> None:
+        """Drop the whole gradients of these."""
+        for slot in slots:
             slot.parameter.grad = None
             slot.dirty = False
-        load: Any = self.loads[bucket.index]
-        load.partial = None
-        bucket.forget_buffer()

@@ -66,9 +66,9 @@ def after_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
         for tensor in find_tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(_Before(unit))
-    if root.running is unit and not unit.modules_to_run:
+    if root.running is unit:
         for other in root.units:
-            if other.modules_to_run:  # only some of its modules have run
+            if other.modules_to_run and other is not unit:  # only some of its modules have run
                 other.modules_to_run.clear()
                 other.phase = Phase.IDLE
                 root.note_ran(other)
@@ -154,7 +154,7 @@ def _cast_output(unit: Unit, output: Any) -> Any:
 
 def _move_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """As torch does, for the outermost unit only."""
-    if unit.device.type == "cpu":
+    if unit.device.type == "cpu" or not (args or kwargs):
         return args, kwargs
     (moved,), (moved_kwargs,) = torch_private.inputs_to_device(args, kwargs, unit.device, False)
     return moved, moved_kwargs

@@ -63,6 +63,10 @@ class ShardedParameter:
                 f"FSDP does not support non-contiguous parameters yet: {self.name} has param.shape="
                 f"{tuple(parameter.shape)} and param.stride()={parameter.stride()}. Call .contiguous() on it first."
             )
+        self.refuse_own_gather(local)
+
+    def refuse_own_gather(self, local: Tensor) -> None:
+        """Raise for a tensor that brings its own all-gather."""
         if hasattr(local, "fsdp_pre_all_gather") or hasattr(local, "fsdp_post_all_gather"):
             raise NotImplementedError(
                 f"Parameter {self.name} is a {type(local).__name__} with its own all-gather (fsdp_pre_all_gather); "

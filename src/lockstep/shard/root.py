@@ -126,6 +126,8 @@ class Team:
         self.step.reducer.use_plan(plan, slots)
         self.exchange.loads = list(loads)
         self.step.rebuild()
+        for slot in slots:
+            slot.dirty = slot.parameter.grad is not None  # of passes that did not synchronise
         self.hooks.attach()
 
     def set_comm_hook(self, state: Any, hook: Any, name: str) -> None:
@@ -183,7 +185,7 @@ class Root:
         for team in self.teams:
             team.compare(plan)
             # The hooks on the parameters must not outlive the model.
-            weakref.finalize(top.first_module(), team.hooks.detach)
+            weakref.finalize(top.module_references[0](), team.hooks.detach)
 
     @property
     def plan(self) -> ShardPlan:
@@ -320,8 +322,9 @@ class Root:
         self.fail_forward()
         self._is_end_queued = False
         self._this_order, self._last_order = [], []
-        for step in self.steps:
-            reset_together(step)
+        for team in self.teams:
+            reset_together(team.step)
+            team.memory.forget(team.step.reducer.slots)
         for unit in self.units:
             unit.reshard()
             for order in self.orders:
@@ -334,7 +337,7 @@ def refuse_compiled_autograd() -> None:
     if torch_private.in_compiled_backward():
         raise errors.LockstepError(
             "Compiled autograd runs this backward, which sharded models do not support yet: their gradients would be "
-            "wrong. Fix: leave torch._dynamo.config.compiled_autograd off; the backward of a compiled model is "
+            "wrong. Fix: leave the setting compiled_autograd of dynamo off; the backward of a compiled model is "
             "compiled without it."
         )
 
@@ -373,14 +376,17 @@ def root_of(unit: Unit) -> Root:
     if unit.root is not None:
         return unit.root
     top = unit.top()
-    module = top.first_module()
-    assert module is not None
-    units = []
-    for name, member in units_in(module):
-        member.name = name or type(module).__name__.removeprefix("FSDP")
-        member.follow_modules()
-        units.append(member)
-    names = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
+    modules = [module for reference in top.module_references if (module := reference()) is not None]
+    units: list[Unit] = []
+    names: dict[int, str] = {}
+    for number, module in enumerate(modules):
+        prefix = f"{number}." if len(modules) > 1 else ""
+        for name, member in units_in(module):
+            if member not in units:
+                member.name = prefix + name or type(module).__name__.removeprefix("FSDP")
+                member.follow_modules()
+                units.append(member)
+        names |= {id(p): prefix + name for name, p in module.named_parameters(remove_duplicate=False)}
     for member in units:
         for parameter in member.parameters:
             parameter.name = names.get(id(parameter.sharded), parameter.name)

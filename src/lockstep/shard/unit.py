@@ -58,7 +58,7 @@ class Unit:
         num_keepers: int = 0,
     ) -> None:
         self.modules = weakref.WeakSet(modules)
-        self.first_module = weakref.ref(modules[0])
+        self.module_references = tuple(weakref.ref(module) for module in modules)
         self.num_modules = len(modules)
         self.parameters = list(parameters)
         self.mesh = mesh
@@ -170,7 +170,9 @@ class Unit:
         return False
 
     def require_real(self) -> None:
-        """Raise if shards are still on the meta device."""
+        """Raise if shards are still on the meta device, or are no plain tensors."""
+        for parameter in self.parameters:
+            parameter.refuse_own_gather(parameter.local)
         names = [parameter.name for parameter in self.parameters if parameter.sharded.device.type == "meta"]
         if names:
             raise RuntimeError(
