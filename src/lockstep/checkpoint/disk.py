@@ -97,9 +97,13 @@ def replace_file(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.partial")
     with contextlib.suppress(FileNotFoundError):
         temporary.unlink()
-    write_file(temporary, data)
-    with _names(path):
-        os.replace(temporary, path)
+    try:
+        write_file(temporary, data)
+        with _names(path):
+            os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     sync_directory(path.parent)
 
 

@@ -207,7 +207,8 @@ def _notes(restoration: Restoration, model: nn.Module | None, world: int) -> lis
             f"it was saved by {saved} ranks and is loaded by {world}: gradients are summed in another order, so bits "
             "may differ from a run that was not interrupted"
         )
-    plan, current = restoration._shared.get("plan"), getattr(wrapper_of(model), "plan", None) if model else None
+    wrapper = None if model is None else wrapper_of(model)
+    plan, current = restoration._shared.get("plan"), getattr(wrapper, "plan", None)
     if plan is not None and current is not None and Plan.from_json(plan).digest != current.digest:
         notes.append(
             "the model lays its gradients out differently from the saved run, so bits may differ; wrap it with "

@@ -155,35 +155,50 @@ class Save:
     # ---------------------------------------------------------------- rank 0
 
     def _lead(self) -> Path:
-        place = None
-        try:
-            if self._snapshot is not None:
-                folders.remove_litter(self._folder)
-                reached(Moment.FOLDER_READY, self._folder)
-                name, serial = folders.next_place(self._folder, self._snapshot.step)
-                chosen = Place(name, secrets.token_hex(8), serial)
-                chosen.partial(self._folder).mkdir()
-                reached(Moment.PARTIAL_MADE, chosen.partial(self._folder))
-                place = chosen
-        except Exception as error:
-            self._failure = error
+        place = self._begin()
         self._ranks.tell(self._key("begin"), json.dumps(place.__dict__ if place else {}))
-        self._write_and_report(place)
         try:
+            self._write_and_report(place)
             if place is None:
                 assert self._failure is not None
                 raise _Refused(_words(0, self._failure), 0)
             path = self._commit(place, self._reports())
-        except _Refused as refused:
-            self._clear(place)
-            raise self._failed(str(refused), refused.rank) from self._failure
         except Exception as error:
-            self._clear(place)
-            raise self._failed(_words(0, error), 0) from error
+            if place is None or not self._counts(place):
+                self._clear(place)
+                refused = error if isinstance(error, _Refused) else _Refused(_words(0, error), 0)
+                raise self._failed(str(refused), refused.rank) from self._failure or error
+            path = self._folder / place.name
+            logger.warning("The checkpoint %s counts, but after it was complete: %s", path, error)
         self._remove_old(path.name)
         self._ranks.tell(self._key("verdict"), json.dumps({"path": str(path)}))
         reached(Moment.DONE, path)
         return path
+
+    def _begin(self) -> Place | None:
+        """Prepare the folder and make a place in it; None if that failed, or there is nothing to save."""
+        if self._snapshot is None:
+            return None
+        place = None
+        try:
+            folders.remove_litter(self._folder)
+            reached(Moment.FOLDER_READY, self._folder)
+            name, serial = folders.next_place(self._folder, self._snapshot.step)
+            place = Place(name, secrets.token_hex(8), serial)
+            place.partial(self._folder).mkdir()
+            reached(Moment.PARTIAL_MADE, place.partial(self._folder))
+            return place
+        except Exception as error:
+            self._clear(place)
+            self._failure = error
+            return None
+
+    def _counts(self, place: Place) -> bool:
+        """Tell whether the checkpoint is complete and the latest, whatever went wrong after that."""
+        with contextlib.suppress(OSError, CheckpointDamaged):
+            is_latest = folders.read_latest(self._folder) == folders.Latest(place.name, place.serial)
+            return is_latest and Manifest.read(self._folder / place.name).save_id == place.save_id
+        return False
 
     def _clear(self, place: Place | None) -> None:
         """Remove what does not count, whichever name it had reached."""
@@ -200,7 +215,7 @@ class Save:
         try:
             if self._keep is not None:
                 folders.remove_old(self._folder, self._keep, newest)
-        except OSError as error:
+        except Exception as error:
             logger.warning("An old checkpoint could not be removed: %s", error)
 
     def _reports(self) -> dict[int, dict[str, Any]]:
