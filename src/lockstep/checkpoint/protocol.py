@@ -29,7 +29,7 @@ from lockstep.checkpoint.manifest import MANIFEST, MAX_BYTES, STATE, Manifest, s
 from lockstep.checkpoint.moments import Moment, reached
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.snapshot import Snapshot
-from lockstep.errors import CheckpointDamaged, CheckpointFailed, PeerLate, bullet_list, rank_table
+from lockstep.errors import CheckpointDamaged, CheckpointFailed, PeerFailed, PeerLate, bullet_list, rank_table
 from lockstep.version import __version__
 
 logger = logging.getLogger("lockstep")
@@ -130,10 +130,13 @@ class Save:
         key = self._key("verdict")
         try:
             verdict = json.loads(self._ranks.wait([key], "the verdict on a checkpoint", self._sign_of_life)[key])
-        except PeerLate:
-            raise
+        except (PeerLate, PeerFailed) as error:
+            path = None if place is None else self._find_on_disk(place, 0.0)
+            if path is None:
+                raise CheckpointFailed(f"It is not known whether the checkpoint counts. {error}", 0) from error
+            return path
         except RuntimeError as error:  # the store is gone, perhaps because rank 0 has ended well
-            path = None if place is None else self._find_on_disk(place)
+            path = None if place is None else self._find_on_disk(place, _STORE_LOST_SECONDS)
             if path is None:
                 raise CheckpointFailed(f"The ranks' store was lost while a checkpoint was saved: {error}", 0) from error
             return path
@@ -141,8 +144,9 @@ class Save:
             raise CheckpointFailed(verdict["error"], verdict.get("rank"))
         return Path(verdict["path"])
 
-    def _find_on_disk(self, place: Place) -> Path | None:
-        deadline = time.monotonic() + _STORE_LOST_SECONDS
+    def _find_on_disk(self, place: Place, patience: float) -> Path | None:
+        """Look whether the checkpoint is there, which counts even if rank 0 can no longer say so."""
+        deadline = time.monotonic() + patience
         while True:
             try:
                 if Manifest.read(self._folder / place.name).save_id == place.save_id:
@@ -322,7 +326,10 @@ class _Refused(Exception):
 
 
 def _words(rank: int, error: BaseException) -> str:
-    return f"Rank {rank}: {type(error).__name__}: {error}"
+    text = f"Rank {rank}: {type(error).__name__}: {error}"
+    if rank and isinstance(error, FileNotFoundError):
+        text += " (rank 0 made this directory; the folder must be on a file system that all ranks share)"
+    return text
 
 
 def _compare(checks: dict[int, dict[str, int]]) -> None:

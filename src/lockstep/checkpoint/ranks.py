@@ -6,6 +6,7 @@ get in the way of, and a rank that is gone must be named.
 
 from __future__ import annotations
 
+import json
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,7 +15,8 @@ from typing import Any
 
 from lockstep import torch_private
 from lockstep.agree.board import Board, open_board
-from lockstep.errors import PeerLate
+from lockstep.checkpoint.alive import card, is_dead
+from lockstep.errors import PeerFailed, PeerLate
 
 # Without a word from a rank for this long, it counts as gone.
 PATIENCE_SECONDS = 300.0
@@ -47,6 +49,8 @@ class Ranks:
         self.rank, self.world = board.rank, board.world
         self._numbers: dict[str, int] = {}
         self._numbers_lock = threading.Lock()
+        if self.world > 1:
+            self.tell(f"process/{self.rank}", card())
 
     def next_number(self, kind: str) -> int:
         """Count what all ranks do in the same order, so that it has the same name on all of them."""
@@ -74,17 +78,28 @@ class Ranks:
         last_sign, deadline = sign_of_life(), monotonic() + patience
         missing = list(keys)
         while missing := self._board.wait_for(missing, monotonic() + 1.0):
+            late = sorted({int(tail) for key in missing if (tail := key.rpartition("/")[2]).isdigit()}) or [0]
+            self._require_living(late, what)
             sign = sign_of_life()
             if sign != last_sign:
                 last_sign, deadline = sign, monotonic() + patience
             if monotonic() > deadline:
-                late = sorted({int(tail) for key in missing if (tail := key.rpartition("/")[2]).isdigit()}) or [0]
                 raise PeerLate(
                     f"Rank {self.rank} heard nothing from rank(s) {late} for {patience:g} s while it waited for {what}."
                     " They were killed, or they do not take part: call it on all ranks.",
                     late,
                 )
         return {key: self.hear(key) or "" for key in keys}
+
+    def _require_living(self, ranks: Sequence[int], what: str) -> None:
+        """Raise if a process that is waited for has ended."""
+        for rank in ranks:
+            if rank != self.rank and is_dead(text := self.hear(f"process/{rank}")):
+                raise PeerFailed(
+                    f"Rank {rank} (process {json.loads(text or '')[1]}) has ended while rank {self.rank} waited for "
+                    f"{what}.",
+                    rank,
+                )
 
     def gather(self, what: str, mine: str) -> dict[int, str]:
         """Exchange a word with all ranks, which all come here."""
