@@ -1,4 +1,4 @@
-"""A run that is killed and resumed equals one that was not, bit by bit: parameters, optimizer state, losses, randomness.
+"""A run that is killed and resumed equals one that was not, bit by bit: parameters, optimizer, losses, random numbers.
 
 Three and four ranks, since with two a sum has only one order.  Accumulation, dropout, batch norm, mid-epoch.
 """

@@ -117,6 +117,11 @@ _known: weakref.WeakKeyDictionary[Any, Ranks] = weakref.WeakKeyDictionary()
 _alone = Ranks(Board(LocalStore(), "checkpoints", 0, 1))
 
 
+def alone() -> Ranks:
+    """Return a world of one, whatever groups there are."""
+    return _alone
+
+
 def ranks_of(process_group: Any = None) -> Ranks:
     """Return the ranks of a group (the default one for None); a world of one where there is none."""
     import torch.distributed as dist

@@ -269,6 +269,8 @@ class Restoration:
 
     def _restore_own(self, own: dict[str, Any], result: Restored) -> dict[str, Any]:
         restore_rng(self._decoded_own(own["rng"]))
+        if not own["rng"]:
+            result.notes.append("it was made from another format and holds no random numbers")
         model = self._targets.model
         if model is not None and "hook" in own:
             if self.is_same_world:

@@ -27,7 +27,9 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Put the states back."""
+    """Put the states back; a checkpoint that was made from another format has none."""
+    if not state:
+        return
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "numpy" in state:

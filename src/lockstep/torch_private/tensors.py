@@ -37,7 +37,9 @@ def dtensor_like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
     """A DTensor around ``local`` with the placement of ``parameter``; its module was private, and may be again."""
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False)
+    # With shape and stride of the whole: where shards are uneven they do not follow from one of them.
+    whole = {"shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False, **whole)
 
 
 class Shard(NamedTuple):
