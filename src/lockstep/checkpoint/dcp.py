@@ -53,7 +53,7 @@ def export_dcp(path: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
     It holds ``{"model", "optimizer", "scheduler", "scaler", "data", "extra", "step"}``, as far as they were saved; the
     optimizer's state goes by parameter name, as ``torch.distributed.checkpoint.state_dict`` has it.
     """
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
     place, final = latest(path), Path(target).absolute()
     if place is None:
@@ -65,7 +65,7 @@ def export_dcp(path: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
     state = {key: decode(tree, reader.tensor) for key, tree in reader.shared().items() if key != "plan"}
     partial = final.with_name(f".{final.name}.{secrets.token_hex(8)}.partial")
     try:
-        dcp.save({**state, "step": reader.manifest.step}, checkpoint_id=str(partial), no_dist=True)
+        save_dcp({**state, "step": reader.manifest.step}, checkpoint_id=str(partial), no_dist=True)
         os.rename(partial, final)
         sync_directory(final.parent)
     finally:
