@@ -261,7 +261,7 @@ def main() -> None:
     torch.manual_seed(options.seed)
     model = GPT(len(symbols), options.context, options.width, options.layers, options.heads).to(device)
     # With the layout of the run before, sums have the same order, and so the same bits.
-    plan = lockstep.checkpoint.plan_of(options.checkpoint) if options.checkpoint else None
+    plan = lockstep.checkpoint.plan_of(options.checkpoint, fallback=True) if options.checkpoint else None
     ddp = lockstep.DistributedDataParallel(model, bucket_cap_mb=options.bucket_cap_mb, plan=plan)
     ddp.timeline.precise = True  # for the report: when each bucket's reduction really ended
     if options.compile:

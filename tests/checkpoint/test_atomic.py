@@ -201,6 +201,13 @@ def test_an_error_may_be_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert "No space left" in caplog.text
 
 
+def test_state_that_cannot_be_saved_may_be_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Other ranks go on too, so this one must."""
+    handle = Run().save(tmp_path, extra={"x": print}, on_error="warn", asynchronous=True)
+    assert handle.wait() is None
+    assert "extra/x is a builtins" in caplog.text
+
+
 def test_the_state_is_that_of_the_call(tmp_path: Path) -> None:
     """Training goes on while the background writes, and does not reach what is written."""
     run = Run()

@@ -165,6 +165,7 @@ def test_latest_is_damaged(folder: Path, text: str) -> None:
 
 def falls_back_from_latest(folder: Path) -> None:
     assert refused_offer(folder).last_complete == folder / SECOND
+    assert Run().load(folder, fallback=True).path == folder / SECOND
 
 
 def test_the_latest_checkpoint_is_gone(folder: Path) -> None:

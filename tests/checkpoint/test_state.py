@@ -212,6 +212,7 @@ def test_the_plan(tmp_path: Path) -> None:
     model = lockstep.DDP(nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30)), bucket_cap_mb=0.001)
     save(tmp_path, model, step=0).wait()
     assert lockstep.checkpoint.plan_of(tmp_path) == model.plan
+    assert lockstep.checkpoint.plan_of(tmp_path / "nothing") is None
     other = lockstep.DDP(nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30)))
     loaded = load(tmp_path, other)
     assert loaded is not None

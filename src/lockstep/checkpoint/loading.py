@@ -74,19 +74,20 @@ def load(
     ranks = ranks_of(process_group)
     targets = Targets(model, optimizer, scheduler, scaler, data, extra or {}, per_rank or {}, strict)
     tried: list[Path] = []
+    directory = None
     while True:
-        directory = _agree_on_place(Path(path).absolute(), ranks, tried)
-        if directory is None:
-            if missing_ok:
-                return None
-            raise NoCheckpoint(f"There is no checkpoint in {path}.")
-        tried.append(directory)
         try:
+            directory = _agree_on_place(Path(path).absolute(), ranks, tried)
+            if directory is None:
+                if missing_ok:
+                    return None
+                raise NoCheckpoint(f"There is no checkpoint in {path}.")
             restoration = _prepare(directory, targets, ranks)
             break
         except CheckpointDamaged as damage:
             if not fallback or damage.last_complete is None:
                 raise
+            tried.append(directory or damage.last_complete.with_name(folders.LATEST))
             logger.warning("%s\nGoing on with %s.", damage, damage.last_complete)
     manifest = restoration._reader.manifest
     restored = restoration.apply()
@@ -217,13 +218,20 @@ def _notes(restoration: Restoration, model: nn.Module | None, world: int) -> lis
     return notes
 
 
-def plan_of(path: str | os.PathLike[str]) -> Plan | None:
-    """Return the plan that a checkpoint was saved with, to wrap the model with; None if there is none."""
+def plan_of(path: str | os.PathLike[str], *, fallback: bool = False) -> Plan | None:
+    """Return the plan that a checkpoint was saved with, to wrap the model with; None if there is none.
+
+    With ``fallback`` a checkpoint that is damaged does not matter: :func:`load` says so, with another one.
+    """
     place = Path(path).absolute()
-    directory = _choose(place, [])
-    if directory is None:
-        return None
-    text = Reader(directory).shared().get("plan")
+    try:
+        directory = _choose(place, [])
+        text = None if directory is None else Reader(directory).shared().get("plan")
+    except CheckpointDamaged as damage:
+        if not fallback:
+            raise
+        offer = damage.last_complete or last_complete(place, [])
+        text = None if offer is None else Reader(offer).shared().get("plan")
     return Plan.from_json(text) if text else None
 
 

@@ -18,9 +18,6 @@ from lockstep.agree.board import Board, open_board
 from lockstep.checkpoint.alive import card, is_dead
 from lockstep.errors import PeerFailed, PeerLate
 
-# Without a word from a rank for this long, it counts as gone.
-PATIENCE_SECONDS = 300.0
-
 
 class LocalStore:
     """The store of a world of one."""
@@ -44,8 +41,9 @@ class LocalStore:
 class Ranks:
     """The ranks that save and load together."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: Board, patience_seconds: float = 1800.0) -> None:
         self._board = board
+        self._patience = patience_seconds  # without a word from a rank for this long, it counts as gone
         self.rank, self.world = board.rank, board.world
         self._numbers: dict[str, int] = {}
         self._numbers_lock = threading.Lock()
@@ -71,22 +69,20 @@ class Ranks:
         for key in keys:
             self._board.remove(key)
 
-    def wait(
-        self, keys: Sequence[str], what: str, sign_of_life: Callable[[], object], patience: float = PATIENCE_SECONDS
-    ) -> dict[str, str]:
+    def wait(self, keys: Sequence[str], what: str, sign_of_life: Callable[[], object]) -> dict[str, str]:
         """Wait for words; ``sign_of_life`` returns something that changes while the others are at work."""
-        last_sign, deadline = sign_of_life(), monotonic() + patience
+        last_sign, deadline = sign_of_life(), monotonic() + self._patience
         missing = list(keys)
         while missing := self._board.wait_for(missing, monotonic() + 1.0):
             late = sorted({int(tail) for key in missing if (tail := key.rpartition("/")[2]).isdigit()}) or [0]
             self._require_living(late, what)
             sign = sign_of_life()
             if sign != last_sign:
-                last_sign, deadline = sign, monotonic() + patience
+                last_sign, deadline = sign, monotonic() + self._patience
             if monotonic() > deadline:
                 raise PeerLate(
-                    f"Rank {self.rank} heard nothing from rank(s) {late} for {patience:g} s while it waited for {what}."
-                    " They were killed, or they do not take part: call it on all ranks.",
+                    f"Rank {self.rank} heard nothing from rank(s) {late} for {self._patience:g} s, waiting for {what}. "
+                    "They were killed, or they do not take part: call it on all ranks.",
                     late,
                 )
         return {key: self.hear(key) or "" for key in keys}
@@ -136,5 +132,5 @@ def ranks_of(process_group: Any = None) -> Ranks:
             if process_group.size() > 1:
                 raise ValueError("the ranks of this process group share no store; use a group of init_process_group()")
             return _alone
-        _known[process_group] = Ranks(board)
+        _known[process_group] = Ranks(board, torch_private.group_timeout(process_group).total_seconds())
     return _known[process_group]

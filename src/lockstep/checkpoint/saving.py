@@ -78,6 +78,7 @@ class Handle:
 
 
 _in_flight: Handle | None = None
+_pid = 0  # of the process that the save under way belongs to
 
 
 def save(
@@ -138,7 +139,7 @@ def save(
     except Exception as error:
         failure = error
     handle = _start(Path(path), snapshot, ranks, int(step), keep, on_error, failure, asynchronous)
-    if failure is not None:  # the others hear of it in the verdict
+    if failure is not None and on_error == "raise":  # the others hear of it in the verdict
         handle._told = True
         handle._done.wait()
         raise failure
@@ -157,14 +158,14 @@ def _start(
     failure: Exception | None,
     asynchronous: bool,
 ) -> Handle:
-    global _in_flight
+    global _in_flight, _pid
     folder = folder.absolute()
     progress = Progress(step, 0 if snapshot is None else snapshot.num_bytes, shows=ranks.rank == 0)
     handle = Handle(Save(folder, snapshot, ranks, keep=keep, failure=failure, on_bytes=progress.add), step, on_error)
     if asynchronous:
         # A daemon, so that a program that was interrupted can end; one that ends well waits in _finish.
         threading.Thread(target=handle._run, name=f"lockstep saves step {step}", daemon=True).start()
-        _in_flight = handle
+        _in_flight, _pid = handle, os.getpid()
     else:
         handle._run()
     return handle
@@ -182,7 +183,7 @@ def wait() -> None:
 def _finish() -> None:
     """Let the last checkpoint of a program be written; say so if it could not be."""
     handle = _in_flight
-    if handle is None:
+    if handle is None or os.getpid() != _pid:  # in a forked child there is no thread that writes
         return
     if not handle._done.wait(_EXIT_SECONDS):
         print(f"lockstep: the checkpoint of step {handle.step} was not complete at exit", file=sys.stderr)
