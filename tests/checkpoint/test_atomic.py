@@ -225,6 +225,20 @@ def test_the_state_is_that_of_the_call(tmp_path: Path) -> None:
     assert other.bits() == bits
 
 
+def test_a_line_of_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lockstep.checkpoint.saving._QUIET_SECONDS", 0.0)
+    Run().save(tmp_path)
+    assert "checkpoint of step 0: 0.00 of 0.00 GiB of rank 0" in capsys.readouterr().err
+
+
+def test_the_copy_is_let_go(tmp_path: Path) -> None:
+    handle = Run().save(tmp_path, asynchronous=True)
+    handle.wait()
+    assert handle._save._snapshot is None
+
+
 def test_keep(tmp_path: Path) -> None:
     run = Run()
     for _ in range(5):

@@ -226,3 +226,27 @@ def save_own(folder: Path) -> Any:
     assert loaded is not None
     assert json.loads((folder / "latest").read_text())["checkpoint"] == "step-00000000"
     return {"mine": loaded.per_rank["mine"].item(), "list": list(loaded.per_rank["list"])}
+
+
+class Stubborn:
+    """Refuses its state on rank 1."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if dist.get_rank() == 1:
+            raise RuntimeError("not today")
+
+
+def load_stubborn(folder: Path) -> str:
+    model, _ = build()
+    lockstep.checkpoint.save(folder, model, step=0, scheduler=Stubborn()).wait()
+    return attempt(lockstep.checkpoint.load, folder, model, scheduler=Stubborn())
+
+
+def test_an_object_that_refuses_its_state_is_told_on_all(tmp_path: Path) -> None:
+    told = run_ranks(2, load_stubborn, tmp_path)
+    assert told[1] == "RuntimeError: not today"
+    assert told[0].startswith("CheckpointFailed: The checkpoint was loaded in part only")
+    assert "rank 1 | RuntimeError: not today" in told[0]

@@ -117,6 +117,14 @@ def sync_directory(path: Path) -> None:
             os.close(descriptor)
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it, so that they outlive a loss of power."""
+    missing = [place for place in (path, *path.parents) if not place.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for place in missing:
+        sync_directory(place.parent)
+
+
 def remove_tree(path: Path) -> None:
     """Remove a directory of ours; a link is removed as a link."""
     if path.is_symlink() or path.is_file():

@@ -18,7 +18,7 @@ from lockstep.checkpoint.hook_state import wrapper_of
 from lockstep.checkpoint.manifest import MANIFEST
 from lockstep.checkpoint.ranks import Ranks, ranks_of
 from lockstep.checkpoint.reading import Reader
-from lockstep.checkpoint.restore import Restoration, Targets
+from lockstep.checkpoint.restore import Restoration, Restored, Targets
 from lockstep.checkpoint.saving import wait
 from lockstep.errors import CheckpointDamaged, CheckpointFailed, NoCheckpoint, rank_table
 from lockstep.plan import Plan
@@ -90,7 +90,7 @@ def load(
             tried.append(directory or damage.last_complete.with_name(folders.LATEST))
             logger.warning("%s\nGoing on with %s.", damage, damage.last_complete)
     manifest = restoration._reader.manifest
-    restored = restoration.apply()
+    restored = _apply(restoration, ranks)
     notes = [*_notes(restoration, model, ranks.world), *restored.notes]
     for note in notes:
         logger.warning("Loaded %s: %s.", directory, note)
@@ -198,6 +198,25 @@ def _prepare(directory: Path, targets: Targets, ranks: Ranks) -> Restoration:
         f"The checkpoint {directory} is damaged:\n{text}", Path(words[damaged[0]][1] or directory)
     )
     raise _with_offer(damage, directory.parent, [directory])
+
+
+def _apply(restoration: Restoration, ranks: Ranks) -> Restored:
+    """Change the live objects; if one of them refuses, all ranks hear of it."""
+    restored, failure = None, None
+    try:
+        restored = restoration.apply()
+    except Exception as error:
+        failure = error
+    told = ranks.gather("applied", "" if failure is None else f"{type(failure).__name__}: {failure}")
+    failed = {rank: text for rank, text in told.items() if text}
+    if failure is not None:
+        raise failure
+    if failed:
+        raise CheckpointFailed(
+            f"The checkpoint was loaded in part only, so do not go on from here:\n{rank_table(failed)}", min(failed)
+        )
+    assert restored is not None
+    return restored
 
 
 def _notes(restoration: Restoration, model: nn.Module | None, world: int) -> list[str]:

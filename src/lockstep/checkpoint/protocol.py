@@ -24,7 +24,16 @@ import torch
 
 from lockstep.checkpoint import folder as folders
 from lockstep.checkpoint import tensorfile
-from lockstep.checkpoint.disk import NewFile, digest_of, locked, read_small, remove_tree, sync_directory, write_file
+from lockstep.checkpoint.disk import (
+    NewFile,
+    digest_of,
+    locked,
+    make_directory,
+    read_small,
+    remove_tree,
+    sync_directory,
+    write_file,
+)
 from lockstep.checkpoint.manifest import MANIFEST, MAX_BYTES, STATE, Manifest, state_of, tensors_of, unite
 from lockstep.checkpoint.moments import Moment, reached
 from lockstep.checkpoint.ranks import Ranks
@@ -74,16 +83,17 @@ class Save:
 
     def run(self) -> Path:
         """Do this rank's part and return the checkpoint once it counts on all ranks, or raise why it does not."""
-        if self._ranks.rank != 0:
-            place = self._write_and_report(None)
-            return self._hear_verdict(place)
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            if self._ranks.rank != 0:
+                return self._hear_verdict(self._write_and_report(None))
+            make_directory(self._folder)
             with locked(self._folder):
                 return self._lead()
         except OSError as error:  # the folder cannot be made or locked
             self._ranks.tell(self._key("begin"), "{}")
             raise self._failed(_words(0, error), 0) from error
+        finally:
+            self._snapshot = None  # a copy of the whole share, which nobody needs any more
 
     # ---------------------------------------------------------------- every rank
 

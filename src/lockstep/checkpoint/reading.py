@@ -72,14 +72,12 @@ class Reader:
                 mark: Any = TensorFile(path).metadata
             else:
                 mark = json.loads(read_small(path, MAX_BYTES))
-            save_id, step, rank = (str(mark[key])[:20] for key in ("save_id", "step", "rank"))
+            save_id, step, rank = str(mark["save_id"]), str(mark["step"])[:20], int(mark["rank"])
         except (CheckpointDamaged, ValueError, KeyError, TypeError, RecursionError):
             return ""
         if save_id != self.manifest.save_id:
             return f" (it says that it is from another save, of step {step})"
-        return (
-            f" (it says that it is rank {rank}'s)" if name not in (tensors_of(int(rank)), state_of(int(rank))) else ""
-        )
+        return "" if name in (STATE, tensors_of(rank), state_of(rank)) else f" (it says that it is rank {rank}'s)"
 
     def _open(self, rank: int) -> None:
         """Read the header of a verified file and hold it against the manifest."""
