@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import os
 import resource
 import shutil
 import signal
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +157,40 @@ def test_a_real_limit_of_the_operating_system(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert history.require_whole() == FIRST
     assert names_in(tmp_path) == {OLD, FIRST, "latest"}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of its own, with room for two small checkpoints."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160k", "none", str(disk)], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a disk")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_disk_that_is_full(small_disk: Path) -> None:
+    history = History(small_disk / "checkpoints")
+    filler = small_disk / "filler"
+    with filler.open("wb", buffering=0) as stream, contextlib.suppress(OSError):
+        while stream.write(b"x" * 4096):
+            pass
+    with pytest.raises(CheckpointFailed, match=r"\[Errno 28\] No space left on device"):
+        history.save()
+    assert names_in(history.folder) == {OLD, FIRST, "latest"}
+    assert history.require_whole() == FIRST
+    filler.unlink()
+    history.save()
+    assert history.require_whole() == SECOND
+
+
+def test_a_disk_that_is_read_only(small_disk: Path) -> None:
+    history = History(small_disk / "checkpoints")
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(CheckpointFailed, match=r"\[Errno 30\] Read-only file system"):
+        history.save()
+    assert history.require_whole() == FIRST
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -51,14 +51,19 @@ def train(
     die: tuple[int, int] | None = None,  # rank, step
     hook: str | None = None,
     asynchronous: bool = True,
+    compiled: bool = False,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Train up to ``last_step`` optimizer steps, from wherever the folder says."""
     torch.manual_seed(seed)
     model = build_model()
     samples = torch.randn(NUM_SAMPLES, 6, generator=torch.Generator().manual_seed(1))
-    ddp = lockstep.DDP(model, bucket_cap_mb=0.001, plan=lockstep.checkpoint.plan_of(folder))
+    # Compiled, sizes are chosen by measuring the link; two runs may choose differently.
+    cap = None if compiled else 0.001
+    ddp = lockstep.DDP(model, bucket_cap_mb=cap, plan=lockstep.checkpoint.plan_of(folder))
     register_hook(ddp, hook)
+    if compiled:
+        ddp.compile(backend="aot_eager")
     optimizer = OPTIMIZERS[optimizer_name](ddp.parameters())
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
     sampler = lockstep.data.ResumableSampler(samples, seed=3)

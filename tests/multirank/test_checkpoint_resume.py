@@ -6,6 +6,7 @@ Three and four ranks, since with two a sum has only one order.  Accumulation, dr
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,10 @@ def resumed_equals_straight(
     *,
     save_every: int = 1,
     hook: str | None = None,
+    compiled: bool = False,
     seed: int = 8,  # of the resumed run, which must not matter
 ) -> None:
-    options = {"save_every": save_every, "hook": hook}
+    options = {"save_every": save_every, "hook": hook, "compiled": compiled}
     straight = run_ranks(world, train, tmp_path / "straight", optimizer, NUM_STEPS, **options)
     outcomes = run_outcomes(world, train, tmp_path / "killed", optimizer, NUM_STEPS, die=die, **options)
     assert outcomes[die[0]].exit_status == -9
@@ -43,6 +45,21 @@ def resumed_equals_straight(
 @pytest.mark.parametrize(("world", "optimizer", "die"), [(3, "adamw", (1, 5)), (4, "sgd_momentum", (0, 4))])
 def test_killed_and_resumed(tmp_path: Path, world: int, optimizer: str, die: tuple[int, int]) -> None:
     resumed_equals_straight(tmp_path, world, optimizer, die)
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_compiled(tmp_path: Path) -> None:
+    """The straight run starts with a plan of its own, so it is the killed one that both begin with."""
+    options = {"save_every": 2, "compiled": True}
+    run_ranks(3, train, tmp_path / "straight", "adamw", 2, **options)
+    shutil.copytree(tmp_path / "straight", tmp_path / "killed")
+    straight = run_ranks(3, train, tmp_path / "straight", "adamw", NUM_STEPS, **options)
+    run_outcomes(3, train, tmp_path / "killed", "adamw", NUM_STEPS, die=(1, 6), **options)
+    resumed = run_ranks(3, train, tmp_path / "killed", "adamw", NUM_STEPS, **options)
+    for rank in range(3):
+        assert resumed[rank]["first"] >= 2
+        for key in ("state", "losses", "rng"):
+            assert_identical(resumed[rank][key], straight[rank][key], f"{key} of rank {rank}")
 
 
 @pytest.mark.parametrize("hook", ["int8", "topk", "powersgd"])
