@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,6 +16,8 @@ from hypothesis import strategies as st
 
 import lockstep
 from checkpoint.runs import Run
+from lockstep.checkpoint.disk import digest_of
+from lockstep.checkpoint.manifest import Manifest
 from lockstep.errors import CheckpointDamaged, NoCheckpoint
 
 FIRST, SECOND = "step-00000002", "step-00000004"
@@ -185,6 +190,49 @@ def test_all_are_damaged(folder: Path) -> None:
     assert "no other complete checkpoint" in str(refused(folder, f"{SECOND}/state.json"))
     with pytest.raises(CheckpointDamaged):
         Run().load(folder, fallback=True)
+
+
+def forge(directory: Path, file: str, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a file on purpose, and the manifest with it: every digest is right."""
+    content = json.loads((directory / file).read_bytes())
+    change(content)
+    data = json.dumps(content).encode()
+    (directory / file).write_bytes(data)
+    manifest = Manifest.read(directory)
+    files = {**manifest.files, file: (len(data), digest_of(data))}
+    (directory / "manifest.json").write_bytes(replace(manifest, files=files).to_bytes())
+
+
+FORGED: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
+    "not a tree": ("state.json", lambda tree: tree.update(shared=[])),
+    "no model": ("state.json", lambda tree: tree["shared"].pop("model")),
+    "the model is a list": ("state.json", lambda tree: tree["shared"].update(model=[])),
+    "unknown kind": ("state.json", lambda tree: tree["shared"]["extra"].update(x={"$": "pickle", "v": "gASV"})),
+    "a plan that is none": ("state.json", lambda tree: tree["shared"].update(plan="[]")),
+    "groups are numbers": ("state.json", lambda tree: tree["shared"]["optimizer"].update(param_groups=[1])),
+    "params are numbers": (
+        "state.json",
+        lambda tree: tree["shared"]["optimizer"]["param_groups"][0].update(params=[0]),
+    ),
+    "no random numbers": ("rank-00000.json", lambda tree: tree["own"].pop("rng")),
+    "bad bytes": ("rank-00000.json", lambda tree: tree["own"]["per_rank"].update(x={"$": "bytes", "v": "?"})),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_forged_state_is_refused(folder: Path, name: str) -> None:
+    file, change = FORGED[name]
+    forge(folder / SECOND, file, change)
+    refused(folder, f"{SECOND}/{file}")
+
+
+def test_forged_names_of_tensors_fit_nothing(folder: Path) -> None:
+    def point_elsewhere(tree: dict[str, Any]) -> None:
+        tree["shared"]["model"]["0.weight"]["v"] = "../../secret"
+
+    forge(folder / SECOND, "state.json", point_elsewhere)
+    with pytest.raises(ValueError, match=r"it has no tensor '\.\./\.\./secret'"):
+        Run().load(folder)
 
 
 def test_verify_reads_everything(folder: Path) -> None:

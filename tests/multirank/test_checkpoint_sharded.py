@@ -96,3 +96,37 @@ def test_each_rank_writes_its_own_shards(tmp_path: Path) -> None:
         (2, (6, 0), (1, 5)),
     ]
     assert len(manifest.tensors["model/3.weight"].pieces) == 1  # one row: the other ranks have nothing of it
+
+
+def build_parallel(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Two copies of a model that is spread over two ranks each."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(seed)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    ddp = lockstep.DDP(model, process_group=mesh["dp"].get_group())
+    return ddp, torch.optim.AdamW(ddp.parameters(), lr=0.01, foreach=False)
+
+
+def save_and_load_parallel(folder: Path) -> dict[str, Any]:
+    model, optimizer = build_parallel(0)
+    step(model, optimizer, 0)
+    lockstep.checkpoint.save(folder, model, optimizer, step=1).wait()
+    other, other_optimizer = build_parallel(4)
+    lockstep.checkpoint.load(folder, other, other_optimizer)
+    return {"saved": whole_state(model, optimizer), "loaded": whole_state(other, other_optimizer)}
+
+
+def test_copies_of_a_model_that_is_spread_over_ranks(tmp_path: Path) -> None:
+    results = run_ranks(4, save_and_load_parallel, tmp_path)
+    for rank, result in enumerate(results):
+        assert_identical(result["loaded"], result["saved"], f"rank {rank}")
+        assert_identical(result["saved"], results[0]["saved"], f"rank {rank}")
+    manifest = lockstep.checkpoint.reading.Reader(tmp_path / "step-00000001").manifest
+    assert [piece.rank for piece in manifest.tensors["model/0.weight"].pieces] == [0, 1]
+    assert [piece.sizes for piece in manifest.tensors["model/2.weight"].pieces] == [(3, 4), (3, 4)]
+    plain = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3))
+    lockstep.checkpoint.load(tmp_path, plain)
+    assert torch.equal(plain[2].weight, results[0]["saved"]["model.2.weight"])

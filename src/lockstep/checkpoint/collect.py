@@ -7,7 +7,7 @@ not (random numbers, what a compression hook left out).  Names are the plain mod
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,12 +32,16 @@ class Collected:
     of_rank_zero: dict[str, Held] = field(default_factory=dict)  # whatever rank 0 has counts
     sharded: dict[str, Held] = field(default_factory=dict)
     of_rank: dict[str, Held] = field(default_factory=dict)
+    # Which copy of the model this rank belongs to, where each copy is itself spread over ranks.
+    copy: int = 0
     # Tensors already seen, so that tied ones are written once; they are held so that no id is given twice.
     _seen: dict[tuple[Any, ...], tuple[str, torch.Tensor]] = field(default_factory=dict)
 
     def take(self, place: str, tensor: torch.Tensor, into: dict[str, Held]) -> str:
         """Name a tensor and keep it to be written; one that was seen before has its name already."""
         found = held(tensor, place)
+        if found.is_sharded and self.copy:
+            found = replace(found, is_writer=False)
         local = found.local
         layout = (tuple(local.shape), local.stride(), local.dtype, local.device, found.shape)
         key = (local.data_ptr(), *layout, into is self.of_rank)
@@ -93,7 +97,7 @@ def collect(
 ) -> Collected:
     """Collect the state of this rank; nothing is copied yet."""
     _require_whole_step(model)
-    result = Collected()
+    result = Collected(copy=_copy_of(model))
 
     def replicated(place: str, tensor: torch.Tensor) -> str:
         return result.take(place, tensor, result.replicated)
@@ -147,6 +151,12 @@ def _own_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     plain = unwrap(model)
     kept = set(plain.state_dict())
     return {key.replace(_COMPILED, ""): buffer for key, buffer in plain.named_buffers() if key in kept}
+
+
+def _copy_of(model: nn.Module) -> int:
+    """Tell which copy of the model this is; shards are written by the ranks of the first."""
+    group: Any = getattr(wrapper_of(model), "process_group", None)
+    return 0 if group is None else int(group.rank())
 
 
 def _require_whole_step(model: nn.Module) -> None:

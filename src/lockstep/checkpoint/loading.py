@@ -89,7 +89,7 @@ def load(
                 raise
             tried.append(directory or damage.last_complete.with_name(folders.LATEST))
             logger.warning("%s\nGoing on with %s.", damage, damage.last_complete)
-    manifest = restoration._reader.manifest
+    manifest = restoration.reader.manifest
     restored = _apply(restoration, ranks)
     notes = [*_notes(restoration, model, ranks.world), *restored.notes]
     for note in notes:
@@ -221,15 +221,15 @@ def _apply(restoration: Restoration, ranks: Ranks) -> Restored:
 
 def _notes(restoration: Restoration, model: nn.Module | None, world: int) -> list[str]:
     notes = []
-    saved = restoration._reader.manifest.world
+    saved = restoration.reader.manifest.world
     if saved != world:
         notes.append(
             f"it was saved by {saved} ranks and is loaded by {world}: gradients are summed in another order, so bits "
             "may differ from a run that was not interrupted"
         )
     wrapper = None if model is None else wrapper_of(model)
-    plan, current = restoration._shared.get("plan"), getattr(wrapper, "plan", None)
-    if plan is not None and current is not None and Plan.from_json(plan).digest != current.digest:
+    plan, current = restoration.plan, getattr(wrapper, "plan", None)
+    if plan is not None and current is not None and plan.digest != current.digest:
         notes.append(
             "the model lays its gradients out differently from the saved run, so bits may differ; wrap it with "
             "plan=lockstep.checkpoint.plan_of(path)"

@@ -38,7 +38,15 @@ from lockstep.checkpoint.manifest import MANIFEST, MAX_BYTES, STATE, Manifest, s
 from lockstep.checkpoint.moments import Moment, reached
 from lockstep.checkpoint.ranks import Ranks
 from lockstep.checkpoint.snapshot import Snapshot
-from lockstep.errors import CheckpointDamaged, CheckpointFailed, PeerFailed, PeerLate, bullet_list, rank_table
+from lockstep.errors import (
+    CheckpointDamaged,
+    CheckpointFailed,
+    LockstepError,
+    PeerFailed,
+    PeerLate,
+    bullet_list,
+    rank_table,
+)
 from lockstep.version import __version__
 
 logger = logging.getLogger("lockstep")
@@ -92,6 +100,10 @@ class Save:
         except OSError as error:  # the folder cannot be made or locked
             self._ranks.tell(self._key("begin"), "{}")
             raise self._failed(_words(0, error), 0) from error
+        except LockstepError:
+            raise
+        except RuntimeError as error:
+            raise CheckpointFailed(f"The ranks' store was lost while a checkpoint was saved: {error}", 0) from error
         finally:
             self._snapshot = None  # a copy of the whole share, which nobody needs any more
 
@@ -145,10 +157,10 @@ class Save:
             if path is None:
                 raise CheckpointFailed(f"It is not known whether the checkpoint counts. {error}", 0) from error
             return path
-        except RuntimeError as error:  # the store is gone, perhaps because rank 0 has ended well
+        except RuntimeError:  # the store is gone, perhaps because rank 0 has ended well
             path = None if place is None else self._find_on_disk(place, _STORE_LOST_SECONDS)
             if path is None:
-                raise CheckpointFailed(f"The ranks' store was lost while a checkpoint was saved: {error}", 0) from error
+                raise
             return path
         if "error" in verdict:
             raise CheckpointFailed(verdict["error"], verdict.get("rank"))

@@ -55,7 +55,7 @@ class Reader:
             if digest_of_file(self.directory / name, num_bytes) != digest:
                 raise self._changed(name)
             if name.endswith(".safetensors"):
-                self._open(int(name[5:10]))
+                self._open(int(name.removeprefix("rank-").removesuffix(".safetensors")))
             self._verified.add(name)
 
     def _changed(self, name: str) -> CheckpointDamaged:

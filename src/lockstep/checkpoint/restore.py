@@ -21,6 +21,7 @@ from lockstep.checkpoint.snapshot import own_name
 from lockstep.checkpoint.tensorfile import DTYPES
 from lockstep.checkpoint.tree import decode, tensor_name, tensor_names
 from lockstep.errors import CheckpointDamaged, bullet_list
+from lockstep.plan import Plan
 from lockstep.state_dict import unwrap
 
 
@@ -51,47 +52,35 @@ class Restoration:
     """One checkpoint and the objects it goes into."""
 
     def __init__(self, reader: Reader, targets: Targets, rank: int, world: int) -> None:
-        self._reader = reader
+        self.reader = reader
         self._targets = targets
         self._rank = rank
         self.is_same_world = reader.manifest.world == world
-        self._shared = reader.shared()
+        self.shared = reader.shared()
         self._own = reader.own(rank) if rank < reader.manifest.world else None
-        self._require_sound()
+        self._require_sound(STATE, self.shared, _is_shared_state)
+        if self._own is not None:
+            self._require_sound(state_of(rank), self._own, _is_own_state)
+        self.plan = Plan.from_json(self.shared["plan"]) if self.shared.get("plan") else None
 
-    def _require_sound(self) -> None:
-        """Raise CheckpointDamaged unless the trees are such as are saved; their digests only say who wrote them."""
-        trees = [
-            (STATE, self._shared, {"model": dict, "extra": dict}),
-            (state_of(self._rank), self._own, {"rng": dict, "per_rank": dict}),
-        ]
-        for name, tree, sections in trees:
-            if tree is None:
-                continue
-            path = self._reader.directory / name
-            try:
-                decode(tree, lambda _: None)
-                good = all(isinstance(tree.get(section), kind) for section, kind in sections.items())
-                if name == STATE and "optimizer" in tree:
-                    saved = tree["optimizer"]
-                    good = (
-                        good
-                        and isinstance(saved["state"], dict)
-                        and all(type(g["params"]) is list for g in saved["param_groups"])
-                    )
-                    good = good and all(type(n) is str for g in saved["param_groups"] for n in g["params"])
-            except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
-                raise CheckpointDamaged(f"{path} cannot be read ({error}).", file=path) from None
-            if not good:
-                raise CheckpointDamaged(f"{path} is not what a save writes.", file=path)
+    def _require_sound(self, name: str, tree: dict[str, Any], is_sound: Callable[[dict[str, Any]], bool]) -> None:
+        """Raise CheckpointDamaged unless a tree is such as is saved; digests only say that it is as it was written."""
+        path = self.reader.directory / name
+        try:
+            decode(tree, lambda _: None)
+            good = is_sound(tree)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+            raise CheckpointDamaged(f"{path} cannot be read ({error}).", file=path) from None
+        if not good:
+            raise CheckpointDamaged(f"{path} is not what a save writes.", file=path)
 
     # ---------------------------------------------------------------- before anything is written
 
     def check(self) -> None:
         """Raise ValueError, with everything that does not fit, before anything is changed; read no tensor yet."""
         problems: list[str] = []
-        known = self._reader.manifest.tensors.keys()
-        named = tensor_names(self._shared) + [own_name(self._rank, name) for name in tensor_names(self._own or {})]
+        known = self.reader.manifest.tensors.keys()
+        named = tensor_names(self.shared) + [own_name(self._rank, name) for name in tensor_names(self._own or {})]
         problems += [f"it has no tensor {name!r}" for name in sorted(set(named) - known)]
         targets = self._targets
         if targets.model is not None:
@@ -99,27 +88,27 @@ class Restoration:
         if targets.optimizer is not None:
             problems += self._check_optimizer()
         for name in ("scheduler", "scaler", "data"):
-            if getattr(targets, name) is not None and name not in self._shared:
+            if getattr(targets, name) is not None and name not in self.shared:
                 problems.append(f"it was saved without {name}=")
         for name, given in (("extra", targets.extra), ("per_rank", targets.per_rank)):
-            saved = self._shared["extra"] if name == "extra" else (self._own or {}).get("per_rank", given)
+            saved = self.shared["extra"] if name == "extra" else (self._own or {}).get("per_rank", given)
             problems += [f"it was saved without {name}[{key!r}]" for key in given if key not in saved]
         if problems:
             raise ValueError(
-                f"The checkpoint {self._reader.directory} does not fit; nothing was changed:\n{bullet_list(problems)}"
+                f"The checkpoint {self.reader.directory} does not fit; nothing was changed:\n{bullet_list(problems)}"
             )
 
     def _check_model(self, model: nn.Module) -> list[str]:
-        saved, problems = self._shared["model"], []
+        saved, problems = self.shared["model"], []
         state = plain_keys(model)
         if self._targets.strict:
             problems += [f"the model has {key}, and the checkpoint does not" for key in state if key not in saved]
             problems += [f"the checkpoint has {key}, and the model does not" for key in saved if key not in state]
         for key, value in state.items():
             name = tensor_name(saved.get(key))
-            if name is None or not isinstance(value, torch.Tensor) or name not in self._reader.manifest.tensors:
+            if name is None or not isinstance(value, torch.Tensor) or name not in self.reader.manifest.tensors:
                 continue
-            entry = self._reader.manifest.tensors[name]
+            entry = self.reader.manifest.tensors[name]
             if entry.shape != tuple(value.shape):
                 problems.append(f"{key} has the shape {list(entry.shape)} there, and {list(value.shape)} in the model")
             elif DTYPES[entry.dtype] is not value.dtype and self._targets.strict:
@@ -127,9 +116,9 @@ class Restoration:
         return problems
 
     def _check_optimizer(self) -> list[str]:
-        if "optimizer" not in self._shared:
+        if "optimizer" not in self.shared:
             return ["it was saved without an optimizer"]
-        saved, groups = self._shared["optimizer"]["param_groups"], self._names_of_groups()
+        saved, groups = self.shared["optimizer"]["param_groups"], self._names_of_groups()
         if len(saved) != len(groups):
             return [f"the optimizer has {len(groups)} groups of parameters, and the saved one {len(saved)}"]
         problems = []
@@ -149,12 +138,12 @@ class Restoration:
         """Name the files with the tensors that this rank will read."""
         needed: list[tuple[str, Region | None]] = []
         local = self._local_regions()
-        for section, tree in self._shared.items():
+        for section, tree in self.shared.items():
             wanted = section in ("extra", "plan") or getattr(self._targets, section, None) is not None
             for name in tensor_names(tree) if wanted else []:
                 needed.append((name, local.get(name)))
         needed += [(own_name(self._rank, name), None) for name in tensor_names(self._own or {})]
-        return self._reader.files_for(needed)
+        return self.reader.files_for(needed)
 
     def _local_regions(self) -> dict[str, Region]:
         """Find the part that this rank needs of each tensor that goes into a sharded one."""
@@ -162,7 +151,7 @@ class Restoration:
         if self._targets.model is None:
             return regions
         for key, value in plain_keys(self._targets.model).items():
-            name = tensor_name(self._shared["model"].get(key))
+            name = tensor_name(self.shared["model"].get(key))
             if name is not None and isinstance(value, torch.Tensor):
                 part = held(value, key)
                 regions[name] = Region(part.offsets, tuple(part.local.shape))
@@ -179,8 +168,8 @@ class Restoration:
         for name, parameter in self._parameters().items():
             if torch_private.shard_of(parameter) is None:
                 continue
-            values = tensor_names(self._shared["optimizer"]["state"].get(name, {}))
-            entries = self._reader.manifest.tensors
+            values = tensor_names(self.shared["optimizer"]["state"].get(name, {}))
+            entries = self.reader.manifest.tensors
             found.append((parameter, [v for v in values if entries[v].shape == tuple(parameter.shape)]))
         return found
 
@@ -202,10 +191,10 @@ class Restoration:
         for name in ("scheduler", "scaler", "data"):
             target = getattr(targets, name)
             if target is not None:
-                state = self._decoded(self._shared[name])
+                state = self._decoded(self.shared[name])
                 if state:  # that of a scaler that is switched off is empty
                     target.load_state_dict(state)
-        result.extra = self._restore_objects(self._shared["extra"], targets.extra, self._decoded)
+        result.extra = self._restore_objects(self.shared["extra"], targets.extra, self._decoded)
         if self._own is None:
             result.notes.append("this rank did not exist when it was saved, and keeps its random numbers")
         else:
@@ -213,14 +202,14 @@ class Restoration:
         return result
 
     def _decoded(self, tree: Any) -> Any:
-        return decode(tree, self._reader.tensor)
+        return decode(tree, self.reader.tensor)
 
     def _decoded_own(self, tree: Any) -> Any:
-        return decode(tree, lambda name: self._reader.tensor(own_name(self._rank, name)))
+        return decode(tree, lambda name: self.reader.tensor(own_name(self._rank, name)))
 
     def _restore_model(self, model: nn.Module) -> None:
         plain = unwrap(model)
-        state, saved = plain.state_dict(), self._shared["model"]
+        state, saved = plain.state_dict(), self.shared["model"]
         kept = {}
         for key, value in state.items():
             there = saved.get(key.replace("_orig_mod.", ""))
@@ -232,13 +221,13 @@ class Restoration:
                 continue
             if isinstance(value, torch.Tensor):
                 part = held(value, key)
-                self._reader.fill(part.local, name, part.offsets)
+                self.reader.fill(part.local, name, part.offsets)
                 kept[key] = value
         # Copies every tensor onto itself, which changes nothing, and lets modules see that they were loaded.
         plain.load_state_dict(kept, strict=self._targets.strict)
 
     def _restore_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        saved, parameters = self._shared["optimizer"], self._parameters()
+        saved, parameters = self.shared["optimizer"], self._parameters()
         position = {name: number for number, name in enumerate(parameters)}
         state = {
             position[name]: decode(values, partial(self._state_like, parameters[name]))
@@ -260,11 +249,11 @@ class Restoration:
     def _state_like(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """Read a tensor of optimizer state; sharded like its parameter if it has the parameter's shape."""
         part = held(parameter, name)
-        if not part.is_sharded or self._reader.manifest.tensors[name].shape != part.shape:
-            return self._reader.tensor(name)
-        dtype = DTYPES[self._reader.manifest.tensors[name].dtype]
+        if not part.is_sharded or self.reader.manifest.tensors[name].shape != part.shape:
+            return self.reader.tensor(name)
+        dtype = DTYPES[self.reader.manifest.tensors[name].dtype]
         local = torch.empty(part.local.shape, dtype=dtype, device=part.local.device)
-        self._reader.fill(local, name, part.offsets)
+        self.reader.fill(local, name, part.offsets)
         return torch_private.dtensor_like(parameter, local)
 
     def _restore_own(self, own: dict[str, Any], result: Restored) -> dict[str, Any]:
@@ -298,3 +287,21 @@ class Restoration:
             elif callable(getattr(target, "load_state_dict", None)):
                 target.load_state_dict(values[key])
         return values
+
+
+def _is_shared_state(tree: dict[str, Any]) -> bool:
+    """Tell whether a tree has what all ranks share."""
+    if not isinstance(tree.get("model"), dict) or not isinstance(tree.get("extra"), dict):
+        return False
+    if tree.get("plan") is not None:
+        Plan.from_json(tree["plan"])
+    if "optimizer" not in tree:
+        return True
+    saved = tree["optimizer"]
+    names = [name for group in saved["param_groups"] for name in group["params"]]
+    return isinstance(saved["state"], dict) and all(isinstance(name, str) for name in names)
+
+
+def _is_own_state(tree: dict[str, Any]) -> bool:
+    """Tell whether a tree has what a rank saves for itself."""
+    return isinstance(tree.get("rng"), dict) and isinstance(tree.get("per_rank"), dict)
