@@ -71,7 +71,7 @@ def train(
     torch.manual_seed(100 * seed + dist.get_rank())  # dropout differs between ranks
     objects = {"scheduler": scheduler, "data": sampler}
     loaded = lockstep.checkpoint.load(folder, ddp, optimizer, **objects, missing_ok=True)
-    step, losses = (loaded.step, loaded.per_rank["losses"]) if loaded else (0, [])
+    step, losses = (loaded.step, loaded.per_rank.get("losses", [])) if loaded else (0, [])
     first = step
     while step < last_step:
         batches = sampler.batches(loader)

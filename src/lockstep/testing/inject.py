@@ -21,7 +21,7 @@ from lockstep.checkpoint.moments import Moment, listeners
 Action = Callable[[Path], None]
 
 
-class Fault(RuntimeError):
+class Fault(Exception):
     """What ``raises`` raises."""
 
 
