@@ -10,6 +10,8 @@ import resource
 import shutil
 import signal
 import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -274,6 +276,20 @@ def test_the_copy_is_let_go(tmp_path: Path) -> None:
     handle = Run().save(tmp_path, asynchronous=True)
     handle.wait()
     assert handle._save._snapshot is None
+
+
+def test_saving_again_and_again_leaves_nothing_open(tmp_path: Path) -> None:
+    run = Run()
+    run.save(tmp_path, asynchronous=True, keep=1).wait()
+    before = (len(os.listdir("/proc/self/fd")), threading.active_count())
+    for _ in range(20):
+        run.save(tmp_path, asynchronous=True, keep=1)
+        run.load(tmp_path)
+    deadline = time.monotonic() + 10  # a thread that has said its last word may still be on its way out
+    while threading.active_count() > before[1] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    assert len(names_in(tmp_path)) == 2
 
 
 def test_keep(tmp_path: Path) -> None:
