@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py  # the same through torch's launcher
     python examples/train_gpt.py                       # a world of one
     lockstep run --nproc 2 examples/train_gpt.py --compile
+    lockstep run --nproc 2 --max-restarts 3 examples/train_gpt.py --checkpoint out/checkpoints   # survives kill -9
 
 At the end it prints the plan, how much communication was exposed and a sample of the text the model writes,
 and saves an HTML report with the loss curve and one step's timeline per rank.
@@ -126,12 +127,14 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--bucket-cap-mb", type=float, default=1.0, help="size of a bucket of gradients")
     parser.add_argument("--compile", action="store_true", help="compile the model; each bucket leaves inside its graph")
+    parser.add_argument("--checkpoint", type=Path, help="folder of checkpoints: save there, go on from the latest")
+    parser.add_argument("--save-every", type=int, default=25, help="steps from one checkpoint to the next")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/train_gpt"), help="folder of the report")
     options = parser.parse_args()
-    for name in ("steps", "batch", "context", "width", "layers", "heads"):
+    for name in ("steps", "batch", "context", "width", "layers", "heads", "save_every"):
         if getattr(options, name) < 1:
-            parser.error(f"--{name} is {getattr(options, name)}; at least 1 is needed")
+            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; at least 1 is needed")
     if options.width % options.heads:
         parser.error(f"--width {options.width} is not a multiple of --heads {options.heads}")
     return options
@@ -169,6 +172,28 @@ class Reporter:
             print(f"step {num_done:4d}/{self.num_steps}  {numbers}", flush=True)
 
 
+def resume(
+    ddp: lockstep.DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    generator: torch.Generator,
+    losses: Tensor,
+    options: argparse.Namespace,
+) -> int:
+    """Go on from the latest checkpoint, if there is one; the number of steps that are done."""
+    if not options.checkpoint:
+        return 0
+    own = {"data": generator}
+    loaded = lockstep.checkpoint.load(options.checkpoint, ddp, optimizer, per_rank=own, missing_ok=True, fallback=True)
+    if loaded is None:
+        return 0
+    if "losses" in loaded.per_rank:  # a rank that is new has none
+        num_kept = min(loaded.step, len(losses))
+        losses[:num_kept] = loaded.per_rank["losses"][:num_kept]
+    if dist.get_rank() == 0:
+        print(f"resumed from {loaded.path}, after step {loaded.step}", flush=True)
+    return loaded.step
+
+
 def train(ddp: lockstep.DistributedDataParallel, data: Tensor, options: argparse.Namespace) -> Tensor:
     """The training loop; the loss of each step, as the mean over ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -177,9 +202,10 @@ def train(ddp: lockstep.DistributedDataParallel, data: Tensor, options: argparse
     generator = torch.Generator().manual_seed(options.seed + 1 + rank)
     offsets = torch.arange(options.context)
     losses = torch.zeros(options.steps, device=data.device)
+    first = resume(ddp, optimizer, generator, losses, options)
     reporter = Reporter(options.steps, rank)
     with reporter.showing():
-        for step in range(options.steps):
+        for step in range(first, options.steps):
             began = time.perf_counter()
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, options)
@@ -193,6 +219,10 @@ def train(ddp: lockstep.DistributedDataParallel, data: Tensor, options: argparse
             losses[step] = loss.detach()
             num_tokens = world * options.batch * options.context
             reporter.step_done(step + 1, loss.item(), num_tokens / (time.perf_counter() - began))
+            if options.checkpoint and (step + 1) % options.save_every == 0:
+                own = {"data": generator, "losses": losses}
+                lockstep.checkpoint.save(options.checkpoint, ddp, optimizer, step=step + 1, per_rank=own, keep=2)
+    lockstep.checkpoint.wait()
     dist.all_reduce(losses)
     return losses / world
 
@@ -207,6 +237,9 @@ def gather_timelines(own: Timeline) -> list[Timeline]:
 def describe_exposed(timelines: list[Timeline]) -> str:
     lines = []
     for timeline in timelines:
+        if not timeline.steps:
+            lines.append(f"rank {timeline.rank}: all steps were done before")
+            continue
         exposed = median(step.exposed_seconds for step in timeline.steps)
         busy = median(step.seconds("forward") + step.seconds("backward") for step in timeline.steps)
         lines.append(
@@ -227,7 +260,9 @@ def main() -> None:
 
     torch.manual_seed(options.seed)
     model = GPT(len(symbols), options.context, options.width, options.layers, options.heads).to(device)
-    ddp = lockstep.DistributedDataParallel(model, bucket_cap_mb=options.bucket_cap_mb)
+    # With the layout of the run before, sums have the same order, and so the same bits.
+    plan = lockstep.checkpoint.plan_of(options.checkpoint, fallback=True) if options.checkpoint else None
+    ddp = lockstep.DistributedDataParallel(model, bucket_cap_mb=options.bucket_cap_mb, plan=plan)
     ddp.timeline.precise = True  # for the report: when each bucket's reduction really ended
     if options.compile:
         ddp.compile()

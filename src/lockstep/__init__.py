@@ -17,7 +17,7 @@ from lockstep.version import __version__
 if TYPE_CHECKING:
     from typing import Any
 
-    from lockstep import errors, hooks
+    from lockstep import checkpoint, data, errors, hooks
     from lockstep.compiling import compile, explain
     from lockstep.ddp import DDP, DistributedDataParallel
     from lockstep.observe.report import write_report
@@ -33,7 +33,9 @@ __all__ = [
     "Plan",
     "Timeline",
     "__version__",
+    "checkpoint",
     "compile",
+    "data",
     "errors",
     "explain",
     "fully_shard",
@@ -51,7 +53,9 @@ _MODULE_OF = {
     "FullyShardedDataParallel": "lockstep.shard",
     "Plan": "lockstep.plan",
     "Timeline": "lockstep.observe.timeline",
+    "checkpoint": "lockstep.checkpoint",
     "compile": "lockstep.compiling",
+    "data": "lockstep.data",
     "errors": "lockstep.errors",
     "explain": "lockstep.compiling",
     "fully_shard": "lockstep.shard",

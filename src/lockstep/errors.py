@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 __all__ = [
     "BadHookResult",
+    "CheckpointDamaged",
+    "CheckpointFailed",
     "Disagreement",
     "GraphChanged",
     "LateGradient",
     "LockstepError",
+    "NoCheckpoint",
     "PeerFailed",
     "PeerLate",
     "UnfinishedReduction",
@@ -69,6 +73,30 @@ class UnreducedGradients(LockstepError):
 
 class BadHookResult(LockstepError, TypeError):
     """A communication hook returned something that cannot be used."""
+
+
+class CheckpointFailed(LockstepError):
+    """A checkpoint could not be saved; the one before it is whole.  ``rank`` says where it went wrong, if known."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class CheckpointDamaged(LockstepError):
+    """A checkpoint is not what was saved, and nothing of it was used.
+
+    ``file`` is the damaged file, ``last_complete`` another checkpoint that can be loaded, if there is one.
+    """
+
+    def __init__(self, message: str, file: Path | None = None, last_complete: Path | None = None) -> None:
+        super().__init__(message)
+        self.file = file
+        self.last_complete = last_complete
+
+
+class NoCheckpoint(LockstepError, FileNotFoundError):
+    """There is no checkpoint at a path."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,18 @@ def test_dtensor_like() -> None:
     assert made.to_local().tolist() == [1.0, 1.0]
 
 
+def test_shard_of() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1,))
+    for placement in (Replicate(), Shard(0)):
+        found = private.shard_of(distribute_tensor(torch.arange(4.0), mesh, [placement]))
+        assert found is not None
+        assert (found.local.tolist(), found.offsets, found.is_first) == ([0.0, 1.0, 2.0, 3.0], (0,), True)
+    assert private.shard_of(torch.ones(1)) is None
+
+
 def test_alias() -> None:
     flat = torch.arange(6.0)
     part = private.alias(flat, (2, 2), (1, 2), 1)

@@ -54,6 +54,13 @@ class Board:
     def forget(self, key: str) -> None:
         self._store.set(self._full(key), "")
 
+    def remove(self, key: str) -> None:
+        """Take a key off the store; where it cannot, it is left empty."""
+        try:
+            self._store.delete_key(self._full(key))
+        except (RuntimeError, NotImplementedError):
+            self.forget(key)
+
     def gather(
         self, key: str, mine: str, timeout_seconds: float = 60.0, on_slice: Callable[[], None] | None = None
     ) -> dict[int, str]:

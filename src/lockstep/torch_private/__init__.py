@@ -148,6 +148,7 @@ _NAMES_BY_PART = {
         "foreach_add",
         "foreach_copy",
         "foreach_mul",
+        "shard_of",
         "unflatten_dense",
     ),
 }

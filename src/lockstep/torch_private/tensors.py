@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ __all__ = [
     "foreach_add",
     "foreach_copy",
     "foreach_mul",
+    "shard_of",
     "unflatten_dense",
 ]
 
@@ -36,4 +37,30 @@ def dtensor_like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
     """A DTensor around ``local`` with the placement of ``parameter``; its module was private, and may be again."""
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False)
+    # With shape and stride of the whole: where shards are uneven they do not follow from one of them.
+    whole = {"shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False, **whole)
+
+
+class Shard(NamedTuple):
+    """What a rank holds of a DTensor; ``is_first`` on one of the ranks that hold the same."""
+
+    local: torch.Tensor
+    offsets: tuple[int, ...]
+    is_first: bool
+
+
+def shard_of(tensor: torch.Tensor) -> Shard | None:
+    """What this rank holds of a DTensor, None for any other tensor; where a shard lies has no public name."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if not isinstance(tensor, DTensor):
+        return None
+    chunks = tensor.__create_chunk_list__()
+    if len(chunks) != 1:
+        raise TypeError(f"a DTensor with {len(chunks)} pieces on one rank")
+    mesh = tensor.device_mesh
+    is_first = all(
+        mesh.get_local_rank(axis) == 0 for axis, kind in enumerate(tensor.placements) if isinstance(kind, Replicate)
+    )
+    return Shard(tensor.to_local(), tuple(chunks[0].offsets), is_first)

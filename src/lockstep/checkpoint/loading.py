@@ -1,0 +1,272 @@
+"""``load``: the ranks agree on a checkpoint, each verifies what it will read, and only then is anything used."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.checkpoint import folder as folders
+from lockstep.checkpoint.hook_state import wrapper_of
+from lockstep.checkpoint.manifest import MANIFEST
+from lockstep.checkpoint.ranks import Ranks, ranks_of
+from lockstep.checkpoint.reading import Reader
+from lockstep.checkpoint.restore import Restoration, Restored, Targets
+from lockstep.checkpoint.saving import wait
+from lockstep.errors import CheckpointDamaged, CheckpointFailed, NoCheckpoint, rank_table
+from lockstep.plan import Plan
+
+logger = logging.getLogger("lockstep")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint that was loaded; ``notes`` says what could not be restored as it was."""
+
+    path: Path
+    step: int
+    saved_world: int
+    is_bitwise: bool  # whether a run that goes on from here has the bits of one that was not interrupted
+    extra: dict[str, Any]
+    per_rank: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scheduler: Any = None,
+    scaler: Any = None,
+    data: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    per_rank: Mapping[str, Any] | None = None,
+    strict: bool = True,
+    fallback: bool = False,
+    missing_ok: bool = False,
+    process_group: Any = None,
+) -> Loaded | None:
+    """Load the latest checkpoint of a folder, or the one checkpoint at ``path``; called on all ranks.
+
+    Everything that will be read is verified on all ranks first; a damaged checkpoint is refused on all of them and
+    nothing is changed.  Another number of ranks than it was saved by is allowed; the result says that bits may differ.
+
+    Args:
+        path: what was given to :func:`save`, or one directory in it.
+        model: and all other objects: what they were when it was saved, in whatever wrapping.
+        extra: objects to restore by the names they were saved by; the result has all values; so for ``per_rank``.
+        strict: False loads the names that both have, and converts dtypes.
+        fallback: take the last complete checkpoint in place of a damaged one, with a warning.
+        missing_ok: return None where there is no checkpoint yet.
+        process_group: the ranks that load; None for the default group, or for one process alone.
+    """
+    if optimizer is not None and model is None:
+        raise ValueError("an optimizer is loaded by the names of the model's parameters; give the model too")
+    wait()
+    ranks = ranks_of(process_group)
+    targets = Targets(model, optimizer, scheduler, scaler, data, extra or {}, per_rank or {}, strict)
+    tried: list[Path] = []
+    directory = None
+    while True:
+        try:
+            directory = _agree_on_place(Path(path).absolute(), ranks, tried)
+            if directory is None:
+                if missing_ok:
+                    return None
+                raise NoCheckpoint(f"There is no checkpoint in {path}.")
+            restoration = _prepare(directory, targets, ranks)
+            break
+        except CheckpointDamaged as damage:
+            if not fallback or damage.last_complete is None:
+                raise
+            tried.append(directory or damage.last_complete.with_name(folders.LATEST))
+            logger.warning("%s\nGoing on with %s.", damage, damage.last_complete)
+    manifest = restoration.reader.manifest
+    restored = _apply(restoration, ranks)
+    notes = [*_notes(restoration, model, ranks.world), *restored.notes]
+    for note in notes:
+        logger.warning("Loaded %s: %s.", directory, note)
+    return Loaded(directory, manifest.step, manifest.world, not notes, restored.extra, restored.per_rank, tuple(notes))
+
+
+def _agree_on_place(path: Path, ranks: Ranks, tried: list[Path]) -> Path | None:
+    """Let rank 0 choose, so that all ranks load the same."""
+    key = f"place {ranks.next_number('place')}"
+    if ranks.rank == 0:
+        try:
+            chosen = _choose(path, tried)
+            word = json.dumps({"path": None if chosen is None else str(chosen)})
+        except CheckpointDamaged as damage:
+            word = json.dumps(
+                {"error": str(damage), "file": str(damage.file), "offer": str(damage.last_complete or "")}
+            )
+        ranks.tell(key, word)
+    choice = json.loads(ranks.wait([key], "rank 0 to choose a checkpoint", lambda: None)[key])
+    ranks.gather("has read the place", "")
+    if ranks.rank == 0:
+        ranks.forget([key])
+    if "error" in choice:
+        raise CheckpointDamaged(
+            choice["error"], Path(choice["file"]), Path(choice["offer"]) if choice["offer"] else None
+        )
+    return None if choice["path"] is None else Path(choice["path"])
+
+
+def _choose(path: Path, tried: list[Path]) -> Path | None:
+    """Return the next checkpoint to try; None if there is none."""
+    if os.path.lexists(path / MANIFEST) or folders.is_checkpoint_name(path.name):
+        if not path.is_dir():
+            return None
+        if not tried:  # a user's own link to a checkpoint is followed, one in the place of a checkpoint is not
+            return path if folders.is_checkpoint_name(path.name) else path.resolve()
+        return last_complete(path.parent, tried)
+    if tried:
+        return last_complete(path, tried)
+    try:
+        latest = folders.read_latest(path)
+        there = folders.candidates(path)
+        if latest is not None and latest.name not in [c.path.name for c in there]:
+            file = path / folders.LATEST
+            raise CheckpointDamaged(f"{file} names {latest.name}, which is missing.", file=file)
+    except CheckpointDamaged as damage:
+        raise _with_offer(damage, path, tried) from None
+    newest = next((c for c in there if c.manifest is not None), None)
+    if newest is None or newest.manifest is None:
+        return there[0].path if there else None
+    # A rank may have died between the rename, which made it complete, and the update of `latest`.
+    if latest is None or newest.manifest.serial > latest.serial:
+        return newest.path
+    return path / latest.name
+
+
+def last_complete(folder: Path, but: list[Path]) -> Path | None:
+    """Return the newest checkpoint in a folder that verifies in full."""
+    for candidate in folders.candidates(folder):
+        if candidate.manifest is not None and candidate.path not in but:
+            try:
+                Reader(candidate.path, candidate.manifest).verify()
+                return candidate.path
+            except CheckpointDamaged:
+                continue
+    return None
+
+
+def _with_offer(damage: CheckpointDamaged, folder: Path, but: list[Path]) -> CheckpointDamaged:
+    offer = last_complete(folder, but)
+    text = f"The last complete checkpoint is {offer}." if offer else "There is no other complete checkpoint here."
+    if offer:
+        text += " Load that path, or pass fallback=True."
+    return CheckpointDamaged(f"{damage}\nNothing of it was used. {text}", damage.file, offer)
+
+
+def _prepare(directory: Path, targets: Targets, ranks: Ranks) -> Restoration:
+    """Verify and compare on every rank, and go on only if it is well on all of them."""
+    restoration, failure = None, None
+    try:
+        reader = Reader(directory)
+        restoration = Restoration(reader, targets, ranks.rank, ranks.world)
+        restoration.check()
+        # What this rank reads; and of what no rank may read, its share, so that no damage goes unseen.
+        names = sorted(reader.manifest.files)
+        reader.verify(restoration.files() | set(names[ranks.rank :: ranks.world]))
+    except Exception as error:
+        failure = error
+    word = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    file = str(getattr(failure, "file", "") or "")
+    words = {r: json.loads(w) for r, w in ranks.gather("verified", json.dumps([word, file])).items()}
+    told = {rank: text for rank, (text, _) in words.items() if text}
+    if not told:
+        assert restoration is not None
+        return restoration
+    damaged = [rank for rank, text in told.items() if text.startswith(CheckpointDamaged.__name__)]
+    if not damaged:
+        if failure is not None:
+            raise failure
+        raise CheckpointFailed(
+            f"The checkpoint was not loaded, and nothing was changed:\n{rank_table(told)}", min(told)
+        )
+    text = told[damaged[0]].partition(": ")[2] if len(told) == ranks.world == 1 else rank_table(told)
+    damage = CheckpointDamaged(
+        f"The checkpoint {directory} is damaged:\n{text}", Path(words[damaged[0]][1] or directory)
+    )
+    raise _with_offer(damage, directory.parent, [directory])
+
+
+def _apply(restoration: Restoration, ranks: Ranks) -> Restored:
+    """Change the live objects; if one of them refuses, all ranks hear of it."""
+    restored, failure = None, None
+    try:
+        restored = restoration.apply()
+    except Exception as error:
+        failure = error
+    told = ranks.gather("applied", "" if failure is None else f"{type(failure).__name__}: {failure}")
+    failed = {rank: text for rank, text in told.items() if text}
+    if failure is not None:
+        raise failure
+    if failed:
+        raise CheckpointFailed(
+            f"The checkpoint was loaded in part only, so do not go on from here:\n{rank_table(failed)}", min(failed)
+        )
+    assert restored is not None
+    return restored
+
+
+def _notes(restoration: Restoration, model: nn.Module | None, world: int) -> list[str]:
+    notes = []
+    saved = restoration.reader.manifest.world
+    if saved != world:
+        notes.append(
+            f"it was saved by {saved} ranks and is loaded by {world}: gradients are summed in another order, so bits "
+            "may differ from a run that was not interrupted"
+        )
+    wrapper = None if model is None else wrapper_of(model)
+    plan, current = restoration.plan, getattr(wrapper, "plan", None)
+    if plan is not None and current is not None and plan.digest != current.digest:
+        notes.append(
+            "the model lays its gradients out differently from the saved run, so bits may differ; wrap it with "
+            "plan=lockstep.checkpoint.plan_of(path)"
+        )
+    return notes
+
+
+def plan_of(path: str | os.PathLike[str], *, fallback: bool = False) -> Plan | None:
+    """Return the plan that a checkpoint was saved with, to wrap the model with; None if there is none.
+
+    With ``fallback`` a checkpoint that is damaged does not matter: :func:`load` says so, with another one.
+    """
+    place = Path(path).absolute()
+    try:
+        directory = _choose(place, [])
+        text = None if directory is None else Reader(directory).shared().get("plan")
+    except CheckpointDamaged as damage:
+        if not fallback:
+            raise
+        offer = damage.last_complete or last_complete(place, [])
+        text = None if offer is None else Reader(offer).shared().get("plan")
+    return Plan.from_json(text) if text else None
+
+
+def latest(path: str | os.PathLike[str]) -> Path | None:
+    """Return the checkpoint that ``load`` would take from a folder; None if there is none yet."""
+    return _choose(Path(path).absolute(), [])
+
+
+def verify(path: str | os.PathLike[str]) -> None:
+    """Verify every byte of a checkpoint, or of the latest one in a folder; raise CheckpointDamaged."""
+    directory = _choose(Path(path).absolute(), [])
+    if directory is None:
+        raise NoCheckpoint(f"There is no checkpoint in {path}.")
+    try:
+        reader = Reader(directory)
+        reader.verify()
+        reader.shared()
+    except CheckpointDamaged as damage:
+        raise _with_offer(damage, directory.parent, [directory]) from None

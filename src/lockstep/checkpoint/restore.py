@@ -1,0 +1,307 @@
+"""Restoring: first a complete account of what fits and what does not, then the writing into live objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep import torch_private
+from lockstep.checkpoint.collect import parameter_names, plain_keys
+from lockstep.checkpoint.hook_state import restore_hook, wrapper_of
+from lockstep.checkpoint.manifest import STATE, state_of
+from lockstep.checkpoint.pieces import held
+from lockstep.checkpoint.reading import Reader, Region
+from lockstep.checkpoint.rng import restore_rng
+from lockstep.checkpoint.snapshot import own_name
+from lockstep.checkpoint.tensorfile import DTYPES
+from lockstep.checkpoint.tree import decode, tensor_name, tensor_names
+from lockstep.errors import CheckpointDamaged, bullet_list
+from lockstep.plan import Plan
+from lockstep.state_dict import unwrap
+
+
+@dataclass
+class Targets:
+    """The live objects that are to be restored."""
+
+    model: nn.Module | None
+    optimizer: torch.optim.Optimizer | None
+    scheduler: Any
+    scaler: Any
+    data: Any
+    extra: Mapping[str, Any]
+    per_rank: Mapping[str, Any]
+    strict: bool = True
+
+
+@dataclass
+class Restored:
+    """What is handed to the caller: values that have no object to go into, and what to know about them."""
+
+    extra: dict[str, Any] = field(default_factory=dict)
+    per_rank: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+class Restoration:
+    """One checkpoint and the objects it goes into."""
+
+    def __init__(self, reader: Reader, targets: Targets, rank: int, world: int) -> None:
+        self.reader = reader
+        self._targets = targets
+        self._rank = rank
+        self.is_same_world = reader.manifest.world == world
+        self.shared = reader.shared()
+        self._own = reader.own(rank) if rank < reader.manifest.world else None
+        self._require_sound(STATE, self.shared, _is_shared_state)
+        if self._own is not None:
+            self._require_sound(state_of(rank), self._own, _is_own_state)
+        self.plan = Plan.from_json(self.shared["plan"]) if self.shared.get("plan") else None
+
+    def _require_sound(self, name: str, tree: dict[str, Any], is_sound: Callable[[dict[str, Any]], bool]) -> None:
+        """Raise CheckpointDamaged unless a tree is such as is saved; digests only say that it is as it was written."""
+        path = self.reader.directory / name
+        try:
+            decode(tree, lambda _: None)
+            good = is_sound(tree)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+            raise CheckpointDamaged(f"{path} cannot be read ({error}).", file=path) from None
+        if not good:
+            raise CheckpointDamaged(f"{path} is not what a save writes.", file=path)
+
+    # ---------------------------------------------------------------- before anything is written
+
+    def check(self) -> None:
+        """Raise ValueError, with everything that does not fit, before anything is changed; read no tensor yet."""
+        problems: list[str] = []
+        known = self.reader.manifest.tensors.keys()
+        named = tensor_names(self.shared) + [own_name(self._rank, name) for name in tensor_names(self._own or {})]
+        problems += [f"it has no tensor {name!r}" for name in sorted(set(named) - known)]
+        targets = self._targets
+        if targets.model is not None:
+            problems += self._check_model(targets.model)
+        if targets.optimizer is not None:
+            problems += self._check_optimizer()
+        for name in ("scheduler", "scaler", "data"):
+            if getattr(targets, name) is not None and name not in self.shared:
+                problems.append(f"it was saved without {name}=")
+        for name, given in (("extra", targets.extra), ("per_rank", targets.per_rank)):
+            saved = self.shared["extra"] if name == "extra" else (self._own or {}).get("per_rank", given)
+            problems += [f"it was saved without {name}[{key!r}]" for key in given if key not in saved]
+        if problems:
+            raise ValueError(
+                f"The checkpoint {self.reader.directory} does not fit; nothing was changed:\n{bullet_list(problems)}"
+            )
+
+    def _check_model(self, model: nn.Module) -> list[str]:
+        saved, problems = self.shared["model"], []
+        state = plain_keys(model)
+        if self._targets.strict:
+            problems += [f"the model has {key}, and the checkpoint does not" for key in state if key not in saved]
+            problems += [f"the checkpoint has {key}, and the model does not" for key in saved if key not in state]
+        for key, value in state.items():
+            name = tensor_name(saved.get(key))
+            if name is None or not isinstance(value, torch.Tensor) or name not in self.reader.manifest.tensors:
+                continue
+            entry = self.reader.manifest.tensors[name]
+            if entry.shape != tuple(value.shape):
+                problems.append(f"{key} has the shape {list(entry.shape)} there, and {list(value.shape)} in the model")
+            elif DTYPES[entry.dtype] is not value.dtype and self._targets.strict:
+                problems.append(f"{key} is {entry.dtype} there, and {value.dtype} in the model; strict=False converts")
+        return problems
+
+    def _check_optimizer(self) -> list[str]:
+        if "optimizer" not in self.shared:
+            return ["it was saved without an optimizer"]
+        saved, groups = self.shared["optimizer"]["param_groups"], self._names_of_groups()
+        if len(saved) != len(groups):
+            return [f"the optimizer has {len(groups)} groups of parameters, and the saved one {len(saved)}"]
+        problems = []
+        for number, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
+            if set(theirs["params"]) != set(ours):
+                odd = sorted(set(theirs["params"]) ^ set(ours))
+                problems.append(f"group {number} of the optimizer differs in {', '.join(odd[:5])}")
+        return problems
+
+    def _names_of_groups(self) -> list[list[str]]:
+        assert self._targets.optimizer is not None
+        assert self._targets.model is not None
+        names = parameter_names(self._targets.model)
+        return [[names.get(id(p), "?") for p in group["params"]] for group in self._targets.optimizer.param_groups]
+
+    def files(self) -> set[str]:
+        """Name the files with the tensors that this rank will read."""
+        needed: list[tuple[str, Region | None]] = []
+        local = self._local_regions()
+        for section, tree in self.shared.items():
+            wanted = section in ("extra", "plan") or getattr(self._targets, section, None) is not None
+            for name in tensor_names(tree) if wanted else []:
+                needed.append((name, local.get(name)))
+        needed += [(own_name(self._rank, name), None) for name in tensor_names(self._own or {})]
+        return self.reader.files_for(needed)
+
+    def _local_regions(self) -> dict[str, Region]:
+        """Find the part that this rank needs of each tensor that goes into a sharded one."""
+        regions: dict[str, Region] = {}
+        if self._targets.model is None:
+            return regions
+        for key, value in plain_keys(self._targets.model).items():
+            name = tensor_name(self.shared["model"].get(key))
+            if name is not None and isinstance(value, torch.Tensor):
+                part = held(value, key)
+                regions[name] = Region(part.offsets, tuple(part.local.shape))
+        if self._targets.optimizer is not None:
+            for parameter, values in self._sharded_state():
+                part = held(parameter, "")
+                for name in values:
+                    regions[name] = Region(part.offsets, tuple(part.local.shape))
+        return regions
+
+    def _sharded_state(self) -> list[tuple[torch.Tensor, list[str]]]:
+        """List sharded parameters and the saved state that is sharded like them."""
+        found = []
+        for name, parameter in self._parameters().items():
+            if torch_private.shard_of(parameter) is None:
+                continue
+            values = tensor_names(self.shared["optimizer"]["state"].get(name, {}))
+            entries = self.reader.manifest.tensors
+            found.append((parameter, [v for v in values if entries[v].shape == tuple(parameter.shape)]))
+        return found
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        assert self._targets.optimizer is not None
+        names = [name for group in self._names_of_groups() for name in group]
+        parameters = [p for group in self._targets.optimizer.param_groups for p in group["params"]]
+        return dict(zip(names, parameters, strict=True))
+
+    # ---------------------------------------------------------------- write into live objects
+
+    def apply(self) -> Restored:
+        """Put everything in its place; all that is read was verified before."""
+        targets, result = self._targets, Restored()
+        if targets.model is not None:
+            self._restore_model(targets.model)
+        if targets.optimizer is not None:
+            self._restore_optimizer(targets.optimizer)
+        for name in ("scheduler", "scaler", "data"):
+            target = getattr(targets, name)
+            if target is not None:
+                state = self._decoded(self.shared[name])
+                if state:  # that of a scaler that is switched off is empty
+                    target.load_state_dict(state)
+        result.extra = self._restore_objects(self.shared["extra"], targets.extra, self._decoded)
+        if self._own is None:
+            result.notes.append("this rank did not exist when it was saved, and keeps its random numbers")
+        else:
+            result.per_rank = self._restore_own(self._own, result)
+        return result
+
+    def _decoded(self, tree: Any) -> Any:
+        return decode(tree, self.reader.tensor)
+
+    def _decoded_own(self, tree: Any) -> Any:
+        return decode(tree, lambda name: self.reader.tensor(own_name(self._rank, name)))
+
+    def _restore_model(self, model: nn.Module) -> None:
+        plain = unwrap(model)
+        state, saved = plain.state_dict(), self.shared["model"]
+        kept = {}
+        for key, value in state.items():
+            there = saved.get(key.replace("_orig_mod.", ""))
+            if there is None:
+                continue
+            name = tensor_name(there)
+            if name is None:
+                kept[key] = self._decoded(there)
+                continue
+            if isinstance(value, torch.Tensor):
+                part = held(value, key)
+                self.reader.fill(part.local, name, part.offsets)
+                kept[key] = value
+        # Copies every tensor onto itself, which changes nothing, and lets modules see that they were loaded.
+        plain.load_state_dict(kept, strict=self._targets.strict)
+
+    def _restore_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        saved, parameters = self.shared["optimizer"], self._parameters()
+        position = {name: number for number, name in enumerate(parameters)}
+        state = {
+            position[name]: decode(values, partial(self._state_like, parameters[name]))
+            for name, values in saved["state"].items()
+            if name in position
+        }
+        groups = []
+        for group, ours in zip(saved["param_groups"], self._names_of_groups(), strict=True):
+            # Names that torch keeps with a group are this model's, which may be wrapped differently.
+            options = {
+                key: self._decoded(value) for key, value in group.items() if key not in ("params", "param_names")
+            }
+            groups.append({**options, "params": [position[name] for name in ours]})
+        for group, current in zip(groups, optimizer.param_groups, strict=True):
+            if "param_names" in current:
+                group["param_names"] = current["param_names"]
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _state_like(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
+        """Read a tensor of optimizer state; sharded like its parameter if it has the parameter's shape."""
+        part = held(parameter, name)
+        if not part.is_sharded or self.reader.manifest.tensors[name].shape != part.shape:
+            return self.reader.tensor(name)
+        dtype = DTYPES[self.reader.manifest.tensors[name].dtype]
+        local = torch.empty(part.local.shape, dtype=dtype, device=part.local.device)
+        self.reader.fill(local, name, part.offsets)
+        return torch_private.dtensor_like(parameter, local)
+
+    def _restore_own(self, own: dict[str, Any], result: Restored) -> dict[str, Any]:
+        restore_rng(self._decoded_own(own["rng"]))
+        if not own["rng"]:
+            result.notes.append("it was made from another format and holds no random numbers")
+        model = self._targets.model
+        if model is not None and "hook" in own:
+            if self.is_same_world:
+                note = restore_hook(model, self._decoded_own(own["hook"]))
+            else:
+                note = "what the communication hook left out is dropped, since it belongs to another world size"
+            result.notes += [note] if note else []
+        if model is not None and "buffers" in own and wrapper_of(model) is not None:
+            buffers = {key.replace("_orig_mod.", ""): b for key, b in unwrap(model).named_buffers()}
+            for key, tree in own["buffers"].items():
+                if key in buffers:
+                    buffers[key].copy_(self._decoded_own(tree))
+        return self._restore_objects(own["per_rank"], self._targets.per_rank, self._decoded_own)
+
+    def _restore_objects(
+        self, saved: Mapping[str, Any], given: Mapping[str, Any], decoded: Callable[[Any], Any]
+    ) -> dict[str, Any]:
+        """Restore a user's objects, and return the values for all names."""
+        values = {key: decoded(tree) for key, tree in saved.items()}
+        for key, target in given.items():
+            if key not in values:
+                continue
+            if isinstance(target, torch.Generator):
+                target.set_state(values[key])
+            elif callable(getattr(target, "load_state_dict", None)):
+                target.load_state_dict(values[key])
+        return values
+
+
+def _is_shared_state(tree: dict[str, Any]) -> bool:
+    """Tell whether a tree has what all ranks share."""
+    if not isinstance(tree.get("model"), dict) or not isinstance(tree.get("extra"), dict):
+        return False
+    if tree.get("plan") is not None:
+        Plan.from_json(tree["plan"])
+    if "optimizer" not in tree:
+        return True
+    saved = tree["optimizer"]
+    names = [name for group in saved["param_groups"] for name in group["params"]]
+    return isinstance(saved["state"], dict) and all(isinstance(name, str) for name in names)
+
+
+def _is_own_state(tree: dict[str, Any]) -> bool:
+    """Tell whether a tree has what a rank saves for itself."""
+    return isinstance(tree.get("rng"), dict) and isinstance(tree.get("per_rank"), dict)

@@ -1,0 +1,137 @@
+"""The position in the data: which samples a run has seen, so that a resumed one goes on with the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Sampler
+
+__all__ = ["ResumableSampler"]
+
+
+class ResumableSampler(Sampler[int]):
+    """Hands each rank its share of every epoch, and knows how far the run is.
+
+        sampler = ResumableSampler(dataset, seed=0)
+        loader = DataLoader(dataset, batch_size=8, sampler=sampler, num_workers=2)
+        for epoch in range(sampler.epoch, num_epochs):
+            sampler.set_epoch(epoch)
+            for batch in sampler.batches(loader):
+                ...
+
+    A loader with workers draws indices ahead of what the loop has seen, so it is ``batches`` that counts, as it hands
+    batches out.  The position is the number of samples that all ranks have seen together, so it means the same for any
+    number of ranks: the rest of an epoch is dealt out anew, each sample once.
+
+    Args:
+        source: the dataset, or its length.
+        shuffle: another order in each epoch, by ``seed`` and the epoch; the same on all ranks.
+        drop_last: leave out what cannot be dealt out evenly; otherwise samples from the start of the epoch fill it up.
+        rank: this rank, and ``world`` their number; those of the default process group if not given.
+    """
+
+    def __init__(
+        self,
+        source: Sized | int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        rank: int | None = None,
+        world: int | None = None,
+    ) -> None:
+        in_group = dist.is_available() and dist.is_initialized()
+        self.rank = rank if rank is not None else dist.get_rank() if in_group else 0
+        self.world = world if world is not None else dist.get_world_size() if in_group else 1
+        self.num_samples = source if isinstance(source, int) else len(source)
+        if self.num_samples < 1:
+            raise ValueError(f"there are {self.num_samples} samples; at least 1 is needed")
+        if not 0 <= self.rank < self.world:
+            raise ValueError(f"rank is {self.rank} in a world of {self.world}")
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.epoch = 0
+        self.position = 0  # samples of this epoch that all ranks together have seen
+        self._num_drawn = 0
+        self._is_counted = False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch; the one that is under way goes on where it is."""
+        if epoch != self.epoch:
+            self.epoch, self.position, self._num_drawn = epoch, 0, 0
+
+    # ---------------------------------------------------------------- what is left of the epoch
+
+    def __len__(self) -> int:
+        """Count the samples that this rank still gets in this epoch."""
+        left = max(0, self.num_samples - self.position)
+        return left // self.world if self.drop_last else -(-left // self.world)
+
+    def __iter__(self) -> Iterator[int]:
+        begin, num_left = self.position, len(self)
+        order = self._order()
+        for number in range(num_left):
+            self._num_drawn += 1
+            yield int(order[(begin + number * self.world + self.rank) % self.num_samples])
+
+    def _order(self) -> torch.Tensor:
+        if not self.shuffle:
+            return torch.arange(self.num_samples)
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % (1 << 63))
+        return torch.randperm(self.num_samples, generator=generator)
+
+    def batches(self, loader: Iterable[Any], batch_size: int | None = None) -> Iterator[Any]:
+        """Iterate a loader over this sampler, counting what is handed out; ``batch_size`` if the loader has none."""
+        sampler = getattr(loader, "batch_sampler", None)
+        size = batch_size or getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+        if not isinstance(size, int):
+            raise ValueError("the loader does not say how large its batches are; pass batch_size=")
+        end = self.position + len(self) * self.world
+        if self.position == end:
+            return
+        self._is_counted = True
+        try:
+            for batch in self._iterate(loader):
+                self.position = min(end, self.position + size * self.world)
+                yield batch
+        finally:
+            self._is_counted, self._num_drawn = False, 0
+
+    def _iterate(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Begin an epoch, or go on with one: a loader draws a random number when it begins, which a run that was not
+        interrupted did long ago.
+        """
+        if self.position == 0:
+            return iter(loader)
+        with torch.random.fork_rng(devices=[]):
+            return iter(loader)
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, the same on all ranks."""
+        if self._num_drawn and not self._is_counted:
+            raise RuntimeError(
+                "The position in the data is not known: indices were drawn, but a loader draws ahead of the loop. "
+                "Iterate with `for batch in sampler.batches(loader)`."
+            )
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "num_samples": self.num_samples,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a position; with another dataset, seed or order it would mean something else, and is refused."""
+        mine = {"num_samples": self.num_samples, "seed": self.seed, "shuffle": self.shuffle}
+        differing = [
+            f"{key} is {value!r}, and was {state[key]!r}" for key, value in mine.items() if state[key] != value
+        ]
+        if differing:
+            raise ValueError(f"This is not the data of the saved run: {'; '.join(differing)}.")
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        self._num_drawn = 0

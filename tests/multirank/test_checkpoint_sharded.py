@@ -1,0 +1,132 @@
+"""Sharded state (DTensors): written where the shards are, read by any number of ranks, sharded or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import lockstep
+from multirank.checkpoint_runs import whole_state
+from multirank.compare import assert_identical
+from multirank.harness import SUBJECT, run_ranks
+
+pytestmark = pytest.mark.skipif(SUBJECT == "torch", reason="torch's class does not offer this")
+
+
+def build(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Odd sizes, so that shards are uneven and some are empty."""
+    torch.manual_seed(seed)
+    model: nn.Module = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 1))
+    world = dist.get_world_size()
+    if kind == "sharded":
+        mesh = init_device_mesh("cpu", (world,))
+        fully_shard(model[1], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif kind == "hybrid":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")))
+    elif kind == "replicated":
+        model = lockstep.DDP(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
+    optimizer.zero_grad()
+    model(inputs).square().mean().backward()
+    optimizer.step()
+
+
+def save(folder: Path, kind: str) -> dict[str, Any]:
+    model, optimizer = build(kind, seed=0)
+    for number in range(2):
+        step(model, optimizer, number)
+    lockstep.checkpoint.save(folder, model, optimizer, step=2).wait()
+    saved = whole_state(model, optimizer)
+    step(model, optimizer, 2)
+    return {"saved": saved, "next": whole_state(model, optimizer)}
+
+
+def load(folder: Path, kind: str) -> dict[str, Any]:
+    model, optimizer = build(kind, seed=4)
+    loaded = lockstep.checkpoint.load(folder, model, optimizer)
+    assert loaded is not None
+    saved = whole_state(model, optimizer)
+    step(model, optimizer, 2)
+    return {"saved": saved, "next": whole_state(model, optimizer), "is_bitwise": loaded.is_bitwise}
+
+
+@pytest.mark.parametrize(
+    ("saved_as", "loaded_as"),
+    [
+        ((3, "sharded"), (3, "sharded")),
+        ((2, "sharded"), (3, "sharded")),
+        ((3, "sharded"), (2, "sharded")),
+        ((3, "sharded"), (1, "plain")),
+        ((2, "sharded"), (2, "replicated")),
+        ((2, "replicated"), (3, "sharded")),
+        ((4, "hybrid"), (2, "sharded")),
+    ],
+    ids=lambda case: f"{case[1]} {case[0]}",
+)
+def test_from_one_layout_to_another(tmp_path: Path, saved_as: tuple[int, str], loaded_as: tuple[int, str]) -> None:
+    before = run_ranks(saved_as[0], save, tmp_path, saved_as[1])
+    after = run_ranks(loaded_as[0], load, tmp_path, loaded_as[1])
+    for rank, result in enumerate(after):
+        assert_identical(result["saved"], before[0]["saved"], f"rank {rank}")
+        assert result["is_bitwise"] == (saved_as[0] == loaded_as[0])
+        if saved_as == loaded_as:
+            assert_identical(result["next"], before[0]["next"], f"a step after, on rank {rank}")
+
+
+def test_each_rank_writes_its_own_shards(tmp_path: Path) -> None:
+    run_ranks(3, save, tmp_path, "sharded")
+    manifest = lockstep.checkpoint.reading.Reader(tmp_path / "step-00000002").manifest
+    weight = manifest.tensors["model/1.weight"]
+    assert weight.shape == (7, 5)
+    assert [(piece.rank, piece.offsets, piece.sizes) for piece in weight.pieces] == [
+        (0, (0, 0), (3, 5)),
+        (1, (3, 0), (3, 5)),
+        (2, (6, 0), (1, 5)),
+    ]
+    assert len(manifest.tensors["model/3.weight"].pieces) == 1  # one row: the other ranks have nothing of it
+
+
+def build_parallel(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Two copies of a model that is spread over two ranks each."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(seed)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    ddp = lockstep.DDP(model, process_group=mesh["dp"].get_group())
+    return ddp, torch.optim.AdamW(ddp.parameters(), lr=0.01, foreach=False)
+
+
+def save_and_load_parallel(folder: Path) -> dict[str, Any]:
+    model, optimizer = build_parallel(0)
+    step(model, optimizer, 0)
+    lockstep.checkpoint.save(folder, model, optimizer, step=1).wait()
+    other, other_optimizer = build_parallel(4)
+    lockstep.checkpoint.load(folder, other, other_optimizer)
+    return {"saved": whole_state(model, optimizer), "loaded": whole_state(other, other_optimizer)}
+
+
+def test_copies_of_a_model_that_is_spread_over_ranks(tmp_path: Path) -> None:
+    results = run_ranks(4, save_and_load_parallel, tmp_path)
+    for rank, result in enumerate(results):
+        assert_identical(result["loaded"], result["saved"], f"rank {rank}")
+        assert_identical(result["saved"], results[0]["saved"], f"rank {rank}")
+    manifest = lockstep.checkpoint.reading.Reader(tmp_path / "step-00000001").manifest
+    assert [piece.rank for piece in manifest.tensors["model/0.weight"].pieces] == [0, 1]
+    assert [piece.sizes for piece in manifest.tensors["model/2.weight"].pieces] == [(3, 4), (3, 4)]
+    plain = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3))
+    lockstep.checkpoint.load(tmp_path, plain)
+    assert torch.equal(plain[2].weight, results[0]["saved"]["model.2.weight"])

@@ -1,0 +1,131 @@
+"""The position in the data: every sample once, whatever is prefetched, wherever it stops, however many ranks go on."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lockstep.data import ResumableSampler
+
+
+def deal(
+    num_samples: int, world: int, state: dict | None, num_batches: int | None, size: int, **options: bool
+) -> tuple:
+    """What each rank sees, up to some number of batches; and the position after that."""
+    seen, states = [], []
+    for rank in range(world):
+        sampler = ResumableSampler(num_samples, rank=rank, world=world, seed=4, **options)
+        if state is not None:
+            sampler.load_state_dict(state)
+        mine: list[list[int]] = []
+        loader = DataLoader(range(num_samples), batch_size=size, sampler=sampler)  # type: ignore[arg-type]
+        batches = sampler.batches(loader)
+        for batch in batches:
+            mine.append(batch.tolist())
+            if len(mine) == num_batches:
+                break
+        states.append(sampler.state_dict())
+        batches.close()  # type: ignore[attr-defined]
+        seen.append(mine)
+    assert all(other == states[0] for other in states)  # the position is the same on all ranks
+    return seen, states[0]
+
+
+def flat(seen: list[list[list[int]]]) -> list[int]:
+    return [sample for rank in seen for batch in rank for sample in batch]
+
+
+@given(
+    num_samples=st.integers(1, 60),
+    world=st.integers(1, 5),
+    size=st.integers(1, 4),
+    stop=st.integers(1, 8),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+)
+def test_stopping_anywhere_changes_nothing(
+    num_samples: int, world: int, size: int, stop: int, shuffle: bool, drop_last: bool
+) -> None:
+    options = {"shuffle": shuffle, "drop_last": drop_last}
+    straight, _ = deal(num_samples, world, None, None, size, **options)
+    first, state = deal(num_samples, world, None, stop, size, **options)
+    rest, _ = deal(num_samples, world, state, None, size, **options)
+    assert [a + b for a, b in zip(first, rest, strict=True)] == straight
+
+
+@given(num_samples=st.integers(1, 60), worlds=st.tuples(st.integers(1, 5), st.integers(1, 5)), stop=st.integers(1, 6))
+def test_another_number_of_ranks_sees_the_rest_once(num_samples: int, worlds: tuple[int, int], stop: int) -> None:
+    first, state = deal(num_samples, worlds[0], None, stop, 2)
+    rest, _ = deal(num_samples, worlds[1], state, None, 2)
+    seen = Counter(flat(first) + flat(rest))
+    assert set(seen) == set(range(num_samples))
+    assert sum(seen.values()) - num_samples < sum(worlds)  # only what fills up the last round is seen again
+
+
+def test_the_same_shares_as_torchs_sampler() -> None:
+    for rank in range(3):
+        theirs = DistributedSampler(range(10), num_replicas=3, rank=rank, shuffle=False)  # type: ignore[arg-type]
+        assert list(ResumableSampler(10, rank=rank, world=3, shuffle=False)) == list(theirs)
+
+
+def test_epochs_have_other_orders() -> None:
+    sampler = ResumableSampler(50)
+    first = list(sampler)
+    sampler.set_epoch(1)
+    second = list(sampler)
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first != second
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_was_prefetched_is_not_counted(num_workers: int) -> None:
+    def go(sampler: ResumableSampler, num_batches: int | None) -> list[list[int]]:
+        options = {"num_workers": num_workers, "prefetch_factor": 4 if num_workers else None}
+        loader = DataLoader(range(64), batch_size=4, sampler=sampler, **options)  # type: ignore[arg-type]
+        seen: list[list[int]] = []
+        for batch in sampler.batches(loader):
+            seen.append(batch.tolist())
+            if len(seen) == num_batches:
+                assert sampler.state_dict()["position"] == 4 * len(seen)
+                break
+        return seen
+
+    straight = go(ResumableSampler(64), None)
+    sampler = ResumableSampler(64)
+    first = go(sampler, 3)
+    resumed = ResumableSampler(64)
+    resumed.load_state_dict(sampler.state_dict())
+    assert first + go(resumed, None) == straight
+
+
+def test_going_on_draws_no_random_number() -> None:
+    """A loader draws a seed when it begins; a run that was not interrupted did that at the start of the epoch."""
+    sampler = ResumableSampler(16)
+    sampler.position = 8
+    before = torch.get_rng_state()
+    next(iter(sampler.batches(DataLoader(range(16), batch_size=2, sampler=sampler))))  # type: ignore[arg-type]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_position_that_is_not_known_is_refused() -> None:
+    sampler = ResumableSampler(16)
+    iterator = iter(DataLoader(range(16), batch_size=2, sampler=sampler))  # type: ignore[arg-type]
+    next(iterator)
+    with pytest.raises(RuntimeError, match=r"sampler\.batches"):
+        sampler.state_dict()
+
+
+def test_other_data_is_refused() -> None:
+    state = ResumableSampler(16, seed=1).state_dict()
+    with pytest.raises(ValueError, match="num_samples is 17, and was 16; seed is 2, and was 1"):
+        ResumableSampler(17, seed=2).load_state_dict(state)
+    for options in ({"source": 0}, {"source": 4, "rank": 2, "world": 2}):
+        with pytest.raises(ValueError, match=r"at least 1|world of 2"):
+            ResumableSampler(**options)
+    with pytest.raises(ValueError, match="batch_size="):
+        next(iter(ResumableSampler(4).batches([1, 2])))
