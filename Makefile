@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP_FLAGS := --disable-pip-version-check --quiet
 
-.PHONY: help demo test versions lint bench clean
+.PHONY: help demo test faults versions lint bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -17,6 +17,9 @@ demo: $(STAMP) ## train a small GPT on two CPU ranks and write a report (about a
 
 test: $(STAMP) ## run the whole test suite
 	$(BIN)/python -m pytest
+
+faults: $(STAMP) ## run the soaks: faults at many more moments than make test tries (minutes)
+	$(BIN)/python -m pytest -m soak
 
 versions: ## run the tests on each supported torch (PYTEST='tests/plan' for a part)
 	PYTHON=$(PYTHON) tools/torch_versions.sh $(PYTEST)

@@ -21,10 +21,14 @@ settings.load_profile("any machine")
 MULTIRANK = Path(__file__).parent / "multirank"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what starts ranks; leave the soaks out, unless they are asked for (``-m soak``)."""
     for item in items:
         if MULTIRANK in item.path.parents:
             item.add_marker("multirank")
+    if "soak" not in (config.getoption("-m") or ""):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("soak")])
+        items[:] = [item for item in items if not item.get_closest_marker("soak")]
 
 
 @pytest.fixture

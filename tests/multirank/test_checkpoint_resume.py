@@ -68,7 +68,7 @@ def test_what_a_hook_left_out_is_not_lost(tmp_path: Path, hook: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(20))
+@pytest.mark.parametrize("number", [pytest.param(n, marks=[pytest.mark.soak] * (n >= 3)) for n in range(20)])
 def test_killed_anywhere(tmp_path: Path, number: int) -> None:
     draw = random.Random(number)
     world = draw.choice([3, 4])
