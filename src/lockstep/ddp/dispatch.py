@@ -71,7 +71,8 @@ class GraphDispatcher:
             compiled = owner._parts.compilation.compiler_for(self._backend).compile_fn(gm, inputs, **options)
         if inlined:
             return Inlined(compiled, inlined)
-        updated = _parameters_changed_by(gm, inputs)
+        # What a forward does to its own parameters is not an update.
+        updated = _parameters_changed_by(gm, inputs) if self._active is None else []
         return Updating(compiled, updated) if updated else compiled
 
 
