@@ -200,8 +200,10 @@ class Reducer:
         for other in dtypes[1:]:
             dtype = torch.promote_types(dtype, other)
         if not bucket.is_sparse:
+            mine = bucket.flat
             flight = self.exchange.start(bucket, self.memory.zeros(bucket, dtype), is_last=False)
             flight.land(self.transport.watch, partial(self.moment, bucket))
+            bucket.flat = mine  # an exchange may put its result there
 
     def abandon(self, bucket: LiveBucket) -> None:
         """Forget a window in progress: what was taken goes back into ``.grad``, as far as it can."""
