@@ -57,7 +57,7 @@ class Slot:
         self.position = position  # in declaration order
         local = local_tensor(parameter)
         self.is_dtensor = local is not parameter
-        self.shape = local.shape
+        self.shape = tuple(local.shape)  # plain tuples: newer torch takes nothing else where it makes an alias
         self.stride = local.stride()
         self.num_elements = local.numel()
         self.is_dense_row_major = local.is_contiguous()
