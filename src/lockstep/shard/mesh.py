@@ -74,7 +74,7 @@ class ShardMesh:
 def take_mesh(mesh: DeviceMesh | None, dims: Any = None) -> ShardMesh:
     """The mesh given, or all ranks."""
     if mesh is None:
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         mesh = init_device_mesh("cpu" if accelerator is None else accelerator.type, (dist.get_world_size(),))
     if dims is not None:
         return _part_of(mesh, dims)

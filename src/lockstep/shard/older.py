@@ -241,7 +241,7 @@ def _mesh_for(strategy: ShardingStrategy, group: Any, mesh: DeviceMesh | None, m
     if mesh is not None and group is not None:
         raise ValueError("Cannot pass both process_group and device_mesh at the same time. Please just pass only one.")
     if mesh is None and group is not None:
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = "cpu" if accelerator is None else accelerator.type
         names = ("replicate", "shard")
         if isinstance(group, (tuple, list)):
