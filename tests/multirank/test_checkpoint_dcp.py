@@ -18,10 +18,10 @@ import lockstep
 from lockstep.errors import CheckpointDamaged
 from multirank.checkpoint_runs import whole_state
 from multirank.compare import assert_identical
-from multirank.harness import SUBJECT, run_ranks
+from multirank.harness import lockstep_only, run_ranks
 from multirank.test_checkpoint_sharded import build, save, step
 
-pytestmark = pytest.mark.skipif(SUBJECT == "torch", reason="torch's class does not offer this")
+pytestmark = lockstep_only
 
 
 def save_with_dcp(folder: Path) -> dict[str, Any]:

@@ -13,10 +13,10 @@ import torch
 from launching import EXAMPLES, LOCKSTEP, Launch
 from lockstep.checkpoint import latest
 from lockstep.checkpoint.reading import Reader
-from multirank.harness import SUBJECT
+from multirank.harness import lockstep_only
 
 pytestmark = [
-    pytest.mark.skipif(SUBJECT == "torch", reason="torch's class does not offer this"),
+    lockstep_only,
     pytest.mark.slow,
 ]
 SMALL = ["--steps", "60", "--batch", "4", "--context", "32", "--width", "32", "--layers", "2", "--save-every", "5"]

@@ -17,9 +17,9 @@ import lockstep
 from lockstep import torch_private
 from lockstep.checkpoint.moments import Moment
 from lockstep.testing import inject
-from multirank.harness import SUBJECT, run_outcomes, run_ranks
+from multirank.harness import lockstep_only, run_outcomes, run_ranks
 
-pytestmark = pytest.mark.skipif(SUBJECT == "torch", reason="torch's class does not offer this")
+pytestmark = lockstep_only
 GOOD, BAD = "step-00000001", "step-00000002"
 
 

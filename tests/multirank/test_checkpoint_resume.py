@@ -13,9 +13,9 @@ import pytest
 
 from multirank.checkpoint_runs import train
 from multirank.compare import assert_identical
-from multirank.harness import SUBJECT, run_outcomes, run_ranks
+from multirank.harness import lockstep_only, run_outcomes, run_ranks
 
-pytestmark = pytest.mark.skipif(SUBJECT == "torch", reason="torch's class does not offer this")
+pytestmark = lockstep_only
 NUM_STEPS = 7
 
 

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 import lockstep
 from multirank.checkpoint_runs import whole_state
 from multirank.compare import assert_identical
-from multirank.harness import SUBJECT, run_ranks
+from multirank.harness import lockstep_only, run_ranks
 
-pytestmark = pytest.mark.skipif(SUBJECT == "torch", reason="torch's class does not offer this")
+pytestmark = lockstep_only
 
 
 def build(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -606,6 +606,37 @@ def test_clipping() -> None:
     run_ranks(2, clip_and_scale)
 
 
+def step_in_hooks(how: str) -> None:
+    """One optimizer per parameter, stepped by a hook on the shard; against one that steps after the backward."""
+    torch.manual_seed(0)
+    plain = GPT()
+    models = [shard_by_blocks(copy.deepcopy(plain)) for _ in range(2)]
+    late = torch.optim.AdamW(models[0].parameters(), lr=1e-2, foreach=False)
+    own = {p: torch.optim.AdamW([p], lr=1e-2, foreach=False) for p in models[1].parameters()}
+
+    def hook(parameter: nn.Parameter) -> None:
+        own[parameter].step()
+        own[parameter].zero_grad()
+
+    for parameter in own:
+        parameter.register_post_accumulate_grad_hook(hook)
+    run = torch.compile(models[1], backend="aot_eager") if how == "compiled" else models[1]
+    case = CASES["gpt_tied"]
+    for seed in range(4):
+        batch = shard(case.batch(seed), dist.get_rank(), dist.get_world_size())
+        case.loss(models[0], batch).backward()
+        late.step()
+        late.zero_grad()
+        case.loss(run, batch).backward()
+        assert all(p.grad is None for p in own)
+        assert_close(whole_parameters(models[1]), whole_parameters(models[0]), "parameters")
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_optimizers_in_the_backward(how: str) -> None:
+    run_ranks(2, step_in_hooks, how)
+
+
 def save_and_load(folder: str) -> None:
     case = CASES["gpt_tied"]
 

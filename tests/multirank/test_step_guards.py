@@ -207,6 +207,63 @@ def test_ranks_that_are_given_their_weights() -> None:
     run_ranks(2, only_rank_0_has_an_optimizer)
 
 
+def skip_an_update(sharded: bool) -> None:
+    """Rank 1 misses an optimizer step: an error on all ranks, until the weights are equal again."""
+    import lockstep
+
+    module, start = built(lambda: nn.Linear(4, 4)), built(lambda: nn.Linear(4, 4)).state_dict()
+    model = lockstep.fully_shard(module) if sharded else lockstep.DDP(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def backward(step: int) -> None:
+        optimizer.zero_grad()
+        model(batch(step)).square().sum().backward()
+
+    backward(0)
+    if dist.get_rank() == 0:
+        optimizer.step()
+    with pytest.raises(lockstep.errors.Disagreement, match="optimizer steps so far"):
+        backward(1)
+    with pytest.raises(lockstep.errors.Disagreement, match="weights_are_equal=True"):
+        model.reset_sync_window()
+    plain = built(lambda: nn.Linear(4, 4))
+    with torch.no_grad():
+        for mine, value in zip(module.parameters(), start.values(), strict=True):
+            whole = torch.distributed.tensor.distribute_tensor(value, mine.device_mesh) if sharded else value
+            mine.copy_(whole.redistribute(placements=mine.placements) if sharded else whole)
+    model.reset_sync_window(weights_are_equal=True)
+    for step in range(2, 4):
+        backward(step)
+        plain.zero_grad()
+        plain(batch(step)).square().sum().backward()
+        for mine, alone in zip(module.parameters(), plain.parameters(), strict=True):
+            dist.all_reduce(alone.grad)
+            alone.grad /= dist.get_world_size()
+            torch.testing.assert_close(mine.grad.full_tensor() if sharded else mine.grad, alone.grad)
+        optimizer.step()
+        with torch.no_grad():
+            for alone in plain.parameters():
+                alone -= 0.1 * alone.grad
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
+def test_a_missed_update_is_an_error_until_weights_are_equal(sharded: bool) -> None:
+    run_ranks(2, skip_an_update, sharded, limit_s=60)
+
+
+def join_and_skip() -> None:
+    import lockstep
+
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    ddp = lockstep.DDP(built(Branches), **options)
+    with pytest.raises(RuntimeError, match="does not go with join"), ddp.join():
+        ddp(batch())
+
+
+def test_join_does_not_go_with_left_out_buckets() -> None:
+    run_ranks(2, join_and_skip, limit_s=60)
+
+
 # ---------------------------------------------------------------- two models on one group
 
 

@@ -45,12 +45,12 @@ def test_group_timeout() -> None:
 
 
 def test_host_group() -> None:
-    group = private.host_group("probe", 0, 1, timedelta(seconds=5))
+    group = private.host_group(private.default_store(), "probe", 0, 1, timedelta(seconds=5))
     assert (group.rank(), group.size()) == (0, 1)
 
 
 def test_host_all_gather() -> None:
-    group = private.host_group("probe", 0, 1, timedelta(seconds=5))
+    group = private.host_group(private.default_store(), "probe", 0, 1, timedelta(seconds=5))
     everyones = torch.zeros(2, dtype=torch.int64)
     private.host_all_gather(group, torch.tensor([1, 6]), everyones).wait()
     assert everyones.tolist() == [1, 6]

@@ -53,7 +53,9 @@ class ControlPlane:
         self._num_renewals = 0
         self._num_started = 0
         self._length = 1
-        self.board = Board(torch_private.default_store(), self._prefix, self._rank, self._world)
+        # Taken here, since ranks may be threads, and another thread has another default group, or none.
+        self._store = torch_private.default_store()
+        self.board = Board(self._store, self._prefix, self._rank, self._world)
 
     def renew(self) -> None:
         """Begin anew, on all ranks: what was under way before is paired with nothing that comes."""
@@ -75,7 +77,9 @@ class ControlPlane:
         if self._group is None:
             prefix = f"{self._prefix}/{self._num_renewals}"
             # Connecting cannot be interrupted, the wait for a thread that does it can.
-            connecting = start_thread(lambda: torch_private.host_group(prefix, self._rank, self._world, self._timeout))
+            connecting = start_thread(
+                lambda: torch_private.host_group(self._store, prefix, self._rank, self._world, self._timeout)
+            )
             self._group = watch.wait_future(connecting, lambda: "the connection of the control plane")
 
     def start(self, numbers: Sequence[int], watch: Watch) -> Answer:

@@ -91,8 +91,8 @@ def describe_difference(stamps: Mapping[int, Mapping[str, object]], window: int)
     going_on = "call reset_sync_window() and zero_grad() on all ranks and repeat the step"
     if weights_differ:
         going_on = (
-            "the weights must be made equal, since ranks have updated them in different steps: call "
-            "reset_sync_window(take_weights_from=0) on all ranks, give each optimizer rank 0's state, and zero_grad()"
+            "the weights must be made equal, since ranks have updated them in different steps; reset_sync_window() on "
+            "all ranks says how"
         )
     body = "\n".join(sections) or "  (the digests differ, but no field does)"
     return Disagreement(

@@ -68,6 +68,11 @@ class UnevenInputs(Joinable):
 
     def notify(self) -> None:
         """Tell the context that a forward begins; learn by how many ranks to divide."""
+        if self.is_on and self.step.skips_unused_buckets:
+            raise RuntimeError(
+                "skip_all_reduce_unused_params=True does not go with join(): a rank that has run out of data takes "
+                "part in every bucket, and cannot know which ones the others leave out."
+            )
         work = Join.notify_join_context(self)
         self.step.reducer.mean.divisor = None
         if self.is_on and not self._divide_by_initial_world_size:

@@ -33,7 +33,7 @@ from lockstep.ddp.parts import BROADCAST_CHUNK_BYTES, build_parts
 from lockstep.ddp.peers import Peers
 from lockstep.ddp.torch_names import TorchNames
 from lockstep.engine.optimizer_in_backward import take_over_optimizers
-from lockstep.engine.recovery import reset_together
+from lockstep.engine.recovery import MADE_EQUAL, reset_together
 from lockstep.engine.union import Check
 from lockstep.graph.explain import Explanation
 from lockstep.observe.logging_data import LoggingData
@@ -261,13 +261,14 @@ class DistributedDataParallel(TorchNames, _Base):
             divide_by_initial_world_size=divide_by_initial_world_size,
         )
 
-    def reset_sync_window(self, *, take_weights_from: int | None = None) -> None:
+    def reset_sync_window(self, *, take_weights_from: int | None = None, weights_are_equal: bool = False) -> None:
         """Forget the reduction that is under way, on all ranks, after an error in a backward that was caught.
 
-        ``take_weights_from``: a rank of the group whose parameters and buffers all take, where weights have come to
-        differ; the optimizers' states are the caller's to make equal.
+        Where weights have come to differ this is an error, unless all take the parameters and buffers of one rank of
+        the group (``take_weights_from``), or the program has made them equal itself (``weights_are_equal``).
         """
-        reset_together(self.step, take_weights_from)
+        mended = MADE_EQUAL if weights_are_equal else ""
+        reset_together(self.step, mended if take_weights_from is None else f"the weights of rank {take_weights_from}")
         self._parts.precision.restore()
         if take_weights_from is not None:
             take_state(self._wrapped, self._peers, take_weights_from, BROADCAST_CHUNK_BYTES)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from lockstep import errors
@@ -171,15 +172,22 @@ class Closing:
     def _collect_only(self, bucket: LiveBucket, is_used: Callable[[Slot], bool] | None) -> None:
         reducer, intake = self._step.reducer, self._step.intake
         reducer.collect(bucket)
-        reducer.hand_out(bucket, is_used, in_place=intake.context_gradients is not None, into=intake.results)
+        with self._handing_out():  # hooks on the shards of a sharded model run in here, and may be optimizers
+            reducer.hand_out(bucket, is_used, in_place=intake.context_gradients is not None, into=intake.results)
 
     def _after(self, bucket: LiveBucket) -> None:
         if self._step.after_bucket is not None:
-            self.is_collecting = True
-            try:
+            with self._handing_out():
                 self._step.after_bucket(bucket)
-            finally:
-                self.is_collecting = False
+
+    @contextlib.contextmanager
+    def _handing_out(self) -> Iterator[None]:
+        """Let optimizers step inside: what they are given is reduced, though the window is still open."""
+        self.is_collecting = True
+        try:
+            yield
+        finally:
+            self.is_collecting = False
 
     def _reduce_reached(self, bits: int) -> None:
         """Reduce what a backward without a forward has reached, on any rank, as it lies in .grad."""
@@ -190,7 +198,6 @@ class Closing:
             step.before_hand_out()
         for bucket in buckets:
             step.launch(bucket)
-        step.reducer.land_unordered()
         for bucket in buckets:
             self.collect(bucket, lambda slot: slot in reached or slot.is_taken)
 

@@ -20,19 +20,26 @@ if TYPE_CHECKING:
 _PATIENCE_SECONDS = 8.0  # others may still be raising what all of them are to handle
 
 
-def reset_together(step: SyncStep, take_weights_from: int | None = None) -> None:
+MADE_EQUAL = "made equal by the program"
+WEIGHTS_DIFFER = (
+    "load a checkpoint on all ranks and call reset_sync_window(weights_are_equal=True); or, for a replicated model, "
+    "call reset_sync_window(take_weights_from=0) on all ranks and give each optimizer rank 0's state"
+)
+
+
+def reset_together(step: SyncStep, mended: str = "") -> None:
     """Forget the current window on all ranks: what some have sent the others send too, so that all are level.
 
     Where ranks have made different numbers of updates their weights differ, and this is an error on all ranks unless
-    they take the weights of one (``take_weights_from``), which is the caller's to do.
+    the caller makes them equal, in a way that all ranks name alike (``mended``).
     """
     reducer, watch = step.reducer, step.reducer.transport.watch
-    facts: dict[int, tuple[int, int, int | None]] = {}
+    facts: dict[int, tuple[int, int, str]] = {}
     if watch.board is not None and reducer.world > 1:
         sent = sum(bucket.has_left and not bucket.skipped for bucket in reducer.buckets)
         sent = sent if step.state is not State.IDLE else 0
         key = f"reset {step.num_resets + 1}"
-        mine = json.dumps([sent, step.num_updates, take_weights_from])
+        mine = json.dumps([sent, step.num_updates, mended])
         told = watch.meet(key, "reset_sync_window()", mine, MEETING_SECONDS, patience_seconds=_PATIENCE_SECONDS)
         facts = {rank: json.loads(text) for rank, text in told.items()}
         if reducer.exchange.is_linear:
@@ -53,17 +60,20 @@ def reset_together(step: SyncStep, take_weights_from: int | None = None) -> None
         step.has_fresh_gradients = False
 
 
-def _require_equal(step: SyncStep, facts: Mapping[int, tuple[int, int, int | None]]) -> None:
-    """Raise on all ranks where weights differ and nothing is to be done about it."""
-    sources = {rank: str(source) for rank, (_, _, source) in facts.items()}
+def _require_equal(step: SyncStep, facts: Mapping[int, tuple[int, int, str]]) -> None:
+    """Raise on all ranks where weights differ and nothing is done about it, or not the same everywhere."""
+    mended = {rank: how or "nothing" for rank, (_, _, how) in facts.items()}
     updates = {rank: str(number) for rank, (_, number, _) in facts.items()}
-    if len(set(sources.values())) > 1:
-        raise Disagreement(f"Ranks would take the weights of different ranks:\n{rank_table(sources)}", sources)
-    if len(set(updates.values())) > 1 and set(sources.values()) == {"None"} and step.closing.union.compares_updates:
+    if len(set(mended.values())) > 1:
+        raise Disagreement(
+            f"Ranks make their weights equal in different ways:\n{rank_table(mended)}\n"
+            "Fix: call reset_sync_window() with the same arguments on all ranks.",
+            mended,
+        )
+    if len(set(updates.values())) > 1 and "nothing" in mended.values() and step.closing.union.compares_updates:
         raise Disagreement(
             "Ranks have updated the model a different number of times, so their weights differ:\n"
-            f"{rank_table(updates)}\nFix: call reset_sync_window(take_weights_from=0) on all ranks and give each "
-            "optimizer rank 0's state, or load a checkpoint on all ranks.",
+            f"{rank_table(updates)}\nFix: {WEIGHTS_DIFFER}.",
             updates,
         )
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from lockstep import torch_private
+from lockstep.engine.recovery import MADE_EQUAL
 from lockstep.observe.metrics import metrics_of
 from lockstep.observe.timeline import Timeline
 from lockstep.shard.graph_ops import make_known
@@ -180,11 +181,15 @@ class ShardedModule(FSDPModule):
 
     def reset_iter_state(self) -> None:
         """Forget a step that raised, on all ranks; its gradients are lost."""
+        self.reset_sync_window()
+
+    def reset_sync_window(self, *, weights_are_equal: bool = False) -> None:
+        """As above; where ranks have updated their shards in different steps, only once they were made equal."""
         unit = self._lockstep_unit
         if unit.parent is not None:
             raise RuntimeError("reset_iter_state must be called on the root FSDP module")
         if unit.root is not None:
-            unit.root.reset()
+            unit.root.reset(MADE_EQUAL if weights_are_equal else "")
 
     # ---------------------------------------------------------------- how gradients travel
 

@@ -317,13 +317,19 @@ class Root:
 
     # ---------------------------------------------------------------- after an error
 
-    def reset(self) -> None:
+    def reset(self, mended: str = "") -> None:
         """Forget what is under way, and free everything."""
         self.fail_forward()
         self._is_end_queued = False
         self._this_order, self._last_order = [], []
+        try:
+            for team in self.teams:
+                reset_together(team.step, mended)
+        finally:  # weights that differ are an error, of a model that is level again
+            self._free_all()
+
+    def _free_all(self) -> None:
         for team in self.teams:
-            reset_together(team.step)
             team.memory.forget(team.step.reducer.slots)
         for unit in self.units:
             unit.reshard()

@@ -76,10 +76,9 @@ def group_timeout(process_group: Any) -> Any:
     return timedelta(minutes=30)
 
 
-def host_group(prefix: str, rank: int, world: int, timeout: Any) -> Any:
+def host_group(store: Any, prefix: str, rank: int, world: int, timeout: Any) -> Any:
     """A gloo group that is known to nobody else; ``new_group`` would register it, and needs all ranks of the world."""
-    store = dist.PrefixStore(prefix, _get_default_store())  # type: ignore[attr-defined]
-    return dist.ProcessGroupGloo(store, rank, world, timeout)
+    return dist.ProcessGroupGloo(dist.PrefixStore(prefix, store), rank, world, timeout)  # type: ignore[attr-defined]
 
 
 def host_all_gather(group: Any, numbers: torch.Tensor, everyones: torch.Tensor) -> Any:
