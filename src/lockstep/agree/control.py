@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,18 +24,40 @@ _planes: weakref.WeakKeyDictionary[Any, ControlPlane] = weakref.WeakKeyDictionar
 _WORD_BITS = 62
 
 
+class Letter:
+    """Memory for what a rank says and what it hears."""
+
+    def __init__(self, world: int, length: int) -> None:
+        self.length = length
+        self._said, self._heard = array("q", bytes(8 * length)), array("q", bytes(8 * length * world))
+        self.mine = torch.frombuffer(self._said, dtype=torch.int64)
+        self.everyones = torch.frombuffer(self._heard, dtype=torch.int64)
+
+    def write(self, numbers: Sequence[int]) -> None:
+        """Let this rank say these numbers, and zeros after them."""
+        self._said[:] = array("q", [*numbers, *[0] * (self.length - len(numbers))])
+
+    def read(self) -> list[list[int]]:
+        """What each rank said."""
+        told = self._heard.tolist()
+        return [told[start : start + self.length] for start in range(0, len(told), self.length)]
+
+
 class Answer:
     """Numbers that are on their way."""
 
-    def __init__(self, everyones: torch.Tensor, work: Any, watch: Watch) -> None:
-        self._everyones = everyones
+    def __init__(self, letter: Letter, work: Any, plane: ControlPlane, watch: Watch) -> None:
+        self._letter = letter
         self._work = work
+        self._plane = plane
         self._watch = watch
 
     def wait(self, moment: Callable[[], str], *, meeting: tuple[str, str] | None = None) -> list[list[int]]:
         """What each rank gave."""
         self._watch.wait_work(self._work, moment, meeting=meeting)
-        return self._everyones.tolist()
+        told = self._letter.read()
+        self._plane.spare = self._letter  # nothing writes into it any more
+        return told
 
 
 class ControlPlane:
@@ -53,6 +76,7 @@ class ControlPlane:
         self._num_renewals = 0
         self._num_started = 0
         self._length = 1
+        self.spare: Letter | None = None  # the last letter, once it was read
         # Taken here, since ranks may be threads, and another thread has another default group, or none.
         self._store = torch_private.default_store()
         self.board = Board(self._store, self._prefix, self._rank, self._world)
@@ -86,11 +110,12 @@ class ControlPlane:
         """Start telling all ranks these numbers, and hearing theirs."""
         self.connect(watch)
         self._num_started += 1
-        mine = torch.zeros(self._length, dtype=torch.int64)
-        mine[: len(numbers)] = torch.tensor(numbers)
-        everyones = torch.empty(self._world * self._length, dtype=torch.int64)
-        work = torch_private.host_all_gather(self._group, mine, everyones)
-        return Answer(everyones.view(self._world, self._length), work, watch)
+        letter, self.spare = self.spare, None
+        if letter is None or letter.length != self._length:
+            letter = Letter(self._world, self._length)
+        letter.write(numbers)
+        work = torch_private.host_all_gather(self._group, letter.mine, letter.everyones)
+        return Answer(letter, work, self, watch)
 
 
 def start_thread(function: Callable[[], Any]) -> torch.futures.Future[Any]:

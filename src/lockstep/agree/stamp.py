@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from operator import attrgetter
 
 from lockstep.agree.board import Board
 from lockstep.errors import Disagreement, rank_table
@@ -35,9 +36,11 @@ class Stamp:
 
     def digest(self) -> int:
         """A positive number that stands for all of it."""
-        text = repr(tuple(getattr(self, field.name) for field in fields(self)))
+        text = repr(_values_of(self))
         return 1 + int.from_bytes(hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest(), "big")
 
+
+_values_of = attrgetter(*(field.name for field in fields(Stamp)))
 
 # Field, what a message calls it, and the likely reason for a difference.
 _WORDS = {

@@ -89,6 +89,7 @@ class LiveBucket:
         "all_row_major",
         "collect_name",
         "covered",
+        "dtype_now",
         "flat",
         "flight",
         "got_extra",
@@ -107,6 +108,7 @@ class LiveBucket:
         "num_due",
         "num_pending",
         "parameters",
+        "parts",
         "persistent",
         "skipped",
         "slots",
@@ -140,11 +142,13 @@ class LiveBucket:
         )
         # Memory: the buffer of this window, the one kept for the next.
         self.flat: Tensor | None = None
+        self.parts: list[Tensor] | None = None  # views of it by slot, where they were made for nobody else
         self.has_taken = False  # some gradients lie in the flat buffer already
         self.in_place = False  # the flat buffer is the memory that the gradients lay in anyway
         self.gradients: list[Tensor | None] = []  # what was packed, by slot
         self.spare: Tensor | None = None  # the last flat buffer, to be used again once nobody's .grad lies in it
         self.persistent: Tensor | None = None
+        self.dtype_now: torch.dtype | None = None  # what it travels in, once asked for in this window
         # The countdown, and the flight.
         self.num_pending = len(self.slots)  # slots that hooks will bring, and deliveries of graphs
         self.num_due = 0  # deliveries of graphs that are still to come in this pass
@@ -167,12 +171,12 @@ class LiveBucket:
         """A new window begins."""
         self.num_pending = len(self.slots)
         self.num_due = 0
-        self.covered = None
+        self.covered = self.dtype_now = None
         self.has_left = self.has_landed = self.skipped = self.left_in_graph = self.is_held = self.got_extra = False
 
     def forget_buffer(self) -> None:
         """Let go of the flat buffer, when its content was handed out or is not wanted."""
-        self.flat = self.flight = None
+        self.flat = self.flight = self.parts = self.dtype_now = None
         self.gradients = []
         self.in_place = False
         if self.has_taken:
@@ -192,12 +196,14 @@ class LiveBucket:
         return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
 
     def travel_dtype(self) -> torch.dtype:
-        """The dtype it travels in: the widest of its parameters, which may have been cast since they were planned."""
-        dtypes = set(map(_dtype_of, map(_data_of, self.slots)))
-        widest = dtypes.pop()
-        for dtype in dtypes:
-            widest = torch.promote_types(widest, dtype)
-        return widest
+        """The dtype it travels in: the widest of its parameters, which may have been cast since the last window."""
+        if self.dtype_now is None:
+            dtypes = set(map(_dtype_of, map(_data_of, self.slots)))
+            widest = dtypes.pop()
+            for dtype in dtypes:
+                widest = torch.promote_types(widest, dtype)
+            self.dtype_now = widest
+        return self.dtype_now
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each parameter's part of ``flat``, in the parameter's own shape and memory order."""

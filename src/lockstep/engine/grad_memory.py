@@ -138,11 +138,11 @@ class GradMemory:
                 return
             bucket.flat = self._buffer_for(bucket, dtype, aside=accumulated).view(-1)
         flat = bucket.flat
-        views = (
-            bucket.views(flat)
-            if len(slots) == len(bucket.slots)
-            else [torch_private.alias(flat, slot.shape, slot.stride, slot.offset) for slot in slots]
-        )
+        if len(slots) == len(bucket.slots):
+            views = bucket.views(flat)
+            bucket.parts = views if is_first else None
+        else:
+            views = [torch_private.alias(flat, slot.shape, slot.stride, slot.offset) for slot in slots]
         if not is_first:
             for slot, view, gradient in zip(slots, views, gradients, strict=True):
                 if slot.is_taken:
@@ -290,15 +290,22 @@ class GradMemory:
 
         Where the result will lie in the buffer, the memory they lay in is free at once.
         """
-        views = None
-        for position, (slot, gradient) in enumerate(zip(bucket.slots, bucket.gradients, strict=True)):
+        moves = not (bucket.in_place or flat.is_sparse or self.ownership is GradOwnership.OWN or self.is_shared)
+        views = bucket.views(flat) if moves else [flat] * len(bucket.slots)
+        dtype = flat.dtype
+        for slot, gradient, view in zip(bucket.slots, bucket.gradients, views, strict=True):
             if gradient is None or slot.is_taken:
                 continue
-            if not bucket.in_place and slot.dirty and self._can_alias(slot, gradient, flat):
-                if views is None:
-                    views = bucket.views(flat)
-                gradient.data = views[position]
-            self._take(slot, gradient)
+            if (
+                moves
+                and slot.dirty
+                and gradient.dtype is dtype
+                and not (gradient.requires_grad or gradient.is_sparse or slot.is_dtensor)
+            ):
+                gradient.data = view
+            slot.held, slot.is_taken = gradient, True
+            slot.parameter.grad = None
+        bucket.has_taken = True
         bucket.gradients = []
 
     # ---------------------------------------------------------------- the buffer
@@ -360,6 +367,10 @@ class GradMemory:
         flat = bucket.flat
         if flat is None:
             return
+        is_usual = is_used is None and not in_place and not into and bucket.has_taken and not flat.is_sparse
+        if is_usual and self._put_back(bucket, flat):
+            bucket.forget_buffer()
+            return
         views: Sequence[Tensor] | None = [flat] if flat.is_sparse else None
         copy_to: list[Tensor] = []
         copy_from: list[Tensor] = []
@@ -399,6 +410,31 @@ class GradMemory:
             if copy_to:
                 torch_private.foreach_copy(copy_to, copy_from)
         bucket.forget_buffer()
+
+    def _put_back(self, bucket: LiveBucket, flat: Tensor) -> bool:
+        """Hand out the usual way: all was taken, and lies in the buffer.  False where anything is otherwise."""
+        base, size, dtype = flat.data_ptr(), flat.element_size(), flat.dtype
+        views = bucket.parts
+        for position, slot in enumerate(bucket.slots):
+            held, parameter = slot.held, slot.parameter
+            if not slot.is_taken or parameter.dtype is not dtype or not parameter.requires_grad or slot.is_dtensor:
+                return False
+            if held is None:
+                if self.ownership is GradOwnership.OWN or self.is_shared or parameter.grad is not None:
+                    return False
+                if views is None:
+                    views = bucket.views(flat)
+                held = views[position]
+            elif (
+                held.is_sparse
+                or held.dtype is not dtype
+                or not slot.num_elements
+                or held.data_ptr() != base + slot.offset * size
+            ):
+                return False
+            parameter.grad = held
+            slot.dirty = False
+        return True
 
     @staticmethod
     def _lies_in(held: Tensor, slot: Slot, flat: Tensor) -> bool:

@@ -166,6 +166,7 @@ class SyncStep:
         if self.syncs and self.state is State.IDLE:
             with self.telling_peers():
                 self.open_window()
+        self.intake.begin_pass()
 
     def open_window(self) -> None:
         """The first pass that synchronises has begun."""
@@ -249,8 +250,7 @@ class SyncStep:
             bucket.skipped = bucket.has_left = True
             return
         intake = self.intake
-        gradients = [intake.gradient_of(slot) for slot in bucket.slots]
-        self.reducer.launch(bucket, gradients, takes=intake.context_gradients is None)
+        self.reducer.launch(bucket, intake.gradients_of(bucket), takes=intake.context_gradients is None)
         if self.after_bucket is not None and not (self.finds_unused or self.static.is_on or intake.brought):
             self._collect_landed(bucket)
 

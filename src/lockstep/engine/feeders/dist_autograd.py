@@ -46,4 +46,5 @@ class DistAutogradFeeder:
         gradients = dist_autograd.get_gradients(self._context)  # type: ignore[attr-defined]
         if slot.parameter in gradients:
             self._step.intake.context_gradients = gradients
+            self._step.intake.is_plain = False
             self._step.intake.deliver(slot)

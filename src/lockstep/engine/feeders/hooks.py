@@ -28,6 +28,7 @@ class HookFeeder:
 
     def __init__(self, step: SyncStep) -> None:
         self._step = step
+        self._intake = step.intake
         self._handles: list[Any] = []
         self.attach()
 
@@ -79,14 +80,15 @@ class HookFeeder:
             return
         if slot.is_taken and parameter.grad is None:
             return  # a graph delivered it, and autograd had nothing to add
+        num_hooks = len(torch_private.hooks_after(parameter))
+        if num_hooks == 1 and self._intake.deliver_plainly(slot):
+            return
         if self._step.memory_is_shared and not registry.is_for(self._step, slot):
             return
-        if len(torch_private.hooks_after(parameter)) > 1 and not torch_private.move_hook_to_end(
-            parameter, slot.hook_id
-        ):
-            self._step.intake.defer(slot)
+        if num_hooks > 1 and not torch_private.move_hook_to_end(parameter, slot.hook_id):
+            self._intake.defer(slot)
         else:
-            self._step.intake.deliver(slot)
+            self._intake.deliver(slot)
 
     @torch_private.leave_to_python
     def _on_gradient_locked(self, slot: Slot, parameter: Tensor) -> None:
