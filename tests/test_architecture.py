@@ -109,6 +109,7 @@ def test_the_public_names_are_frozen() -> None:
         "fully_shard",
         "hooks",
         "install",
+        "stopping",
         "uninstall",
         "unwrap",
         "write_report",

@@ -65,21 +65,16 @@ class Ended:
 
 
 class Signals:
-    """The first signal to the launcher asks all ranks to end, the second one ends them."""
+    """The first signal to the launcher asks all ranks to end, the second one ends them; more make no difference."""
 
     def __init__(self, names: str) -> None:
         self.received: list[int] = []
         self._numbers = [getattr(signal, name.strip()) for name in names.split(",") if name.strip()]
-        self._before = {number: signal.getsignal(number) for number in self._numbers}
 
     def listen(self) -> None:
         """Take the signals; again after torch's process starter has taken them for itself."""
         for number in self._numbers:
             signal.signal(number, lambda received, _: self.received.append(received))
-
-    def restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
 
 class Attempt:

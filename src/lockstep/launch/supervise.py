@@ -58,7 +58,6 @@ def supervise(job: Job) -> int:
             say(f"starting attempt {number + 1}; {job.program.max_restarts - number - 1} more after it")
         _conclude(job, attempts)
     finally:
-        signals.restore()
         guard.close()
         shutil.rmtree(root, ignore_errors=True)
     return shell_exit_code(ended.cause.exit_code)
