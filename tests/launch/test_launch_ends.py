@@ -130,7 +130,7 @@ def test_a_second_signal_does_not_wait_for_the_grace(tmp_path: Path) -> None:
     wait_until((tmp_path / "ready-0").exists, launch)
     launch.process.send_signal(signal.SIGTERM)
     assert is_there(launch.process.pid)
-    wait_until(lambda: launch.process.poll() is not None or launch.process.send_signal(signal.SIGINT))
+    wait_until(lambda: launch.process.poll() is not None or launch.process.send_signal(signal.SIGTERM))
     assert launch.finish().exit_code == 143
 
 

@@ -76,6 +76,11 @@ class Signals:
         for number in self._numbers:
             signal.signal(number, lambda received, _: self.received.append(received))
 
+    def ignore(self) -> None:
+        """All is over, and the exit status is known; an impatient Ctrl-C must not change it."""
+        for number in self._numbers:
+            signal.signal(number, signal.SIG_IGN)
+
 
 class Attempt:
     """The ranks of one attempt, from their start to their end."""

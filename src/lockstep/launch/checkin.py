@@ -52,7 +52,10 @@ class HostCheckin:
             self._thread.start()
 
     def stop(self) -> None:
+        """Stop looking; a thread that is inside of torch when python exits would abort it."""
         self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(10 * _TRY_SECONDS)
 
     def explain(self) -> str:
         """Say which hosts are missing, or as much as is known; empty where all have come."""
@@ -74,10 +77,12 @@ class HostCheckin:
         told = False
         store: Any = None
         while not self._stop.is_set():
-            with contextlib.suppress(RuntimeError):
-                store = store or TCPStore(
-                    self._address, self._port, None, False, timedelta(seconds=_TRY_SECONDS), wait_for_workers=False
-                )
+            with contextlib.suppress(RuntimeError, OSError):
+                if store is None:
+                    # Torch prints a page about a store that does not answer; a plain connection says it in silence.
+                    socket.create_connection((self._address, self._port), _TRY_SECONDS).close()
+                    limit = timedelta(seconds=5 * _TRY_SECONDS)
+                    store = TCPStore(self._address, self._port, None, False, limit, wait_for_workers=False)
                 self._look(store)
                 if len(self._here) == self._num_hosts:
                     return

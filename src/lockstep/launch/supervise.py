@@ -58,6 +58,7 @@ def supervise(job: Job) -> int:
             say(f"starting attempt {number + 1}; {job.program.max_restarts - number - 1} more after it")
         _conclude(job, attempts)
     finally:
+        signals.ignore()
         guard.close()
         shutil.rmtree(root, ignore_errors=True)
     return shell_exit_code(ended.cause.exit_code)
