@@ -155,7 +155,8 @@ def test_an_early_but_proper_end_is_told_when_others_fail_by_it(tmp_path: Path) 
     assert done.exit_code != 0
     (attempt,) = report(tmp_path)["attempts"]
     assert attempt["ranks"][0]["how"] == "ended well"
-    assert attempt["ranks"][0]["last_seen"]["step"] == 3
+    assert attempt["ranks"][0]["last_seen"]["step"] == 2
+    assert attempt["ranks"][0]["last_seen"]["moment"] == "end"
 
 
 # Out of memory

@@ -146,3 +146,37 @@ def _cmdline(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_ctrl_z_pauses_all_ranks_and_continuing_goes_on(tmp_path: Path) -> None:
+    launch = train(tmp_path, num_steps="300")
+    wait_for_first_step(tmp_path, launch)
+    processes = [launch.process.pid, *(process_of_rank(launch, rank) for rank in (0, 1))]
+    launch.process.send_signal(signal.SIGTSTP)
+    wait_until(lambda: [state(pid) for pid in processes] == ["T"] * 3)
+    launch.process.send_signal(signal.SIGCONT)
+    done = launch.finish()
+    assert done.exit_code == 0, done
+    assert sorted(done.lines) == ["rank 0 done", "rank 1 done"]
+
+
+def test_what_was_ignored_stays_ignored(tmp_path: Path) -> None:
+    script = write_script(tmp_path / "train.py", STUBBORN)
+    words = [*RUN, "--report-dir", tmp_path, "--stop-grace", "0.5", script, tmp_path]
+    launch = Launch(["sh", "-c", "trap '' HUP; exec \"$@\"", "sh", *words])
+    wait_until((tmp_path / "ready-0").exists, launch)
+    launch.process.send_signal(signal.SIGHUP)
+    launch.process.send_signal(signal.SIGTERM)
+    assert launch.finish().exit_code == 143
+
+
+def test_ranks_that_cannot_be_started_are_one_line(tmp_path: Path) -> None:
+    script = write_script(tmp_path / "train.py", "print('never')\n")
+    done = Launch([*RUN, script], env={"PYTHON_EXEC": "/no/such/python"}).finish()
+    assert done.exit_code == 2
+    assert "the ranks cannot be started" in done.errors
+    assert "Traceback" not in done.errors

@@ -371,7 +371,7 @@ class SyncStep:
         self.num_windows += 1
         self.reducer.timeline.end_step()
         if listeners:
-            reached(StepMoment.END, self.reducer.timeline.step)
+            reached(StepMoment.END, self.reducer.timeline.step - 1)
 
     def _note_unused(self) -> None:
         """Remember whether the set of unused parameters ever changed: whether static_graph=True could be set."""

@@ -20,7 +20,8 @@ from lockstep.launch.cause import Cause, find_cause, named_peers
 from lockstep.launch.facts import Ending, RankFacts, signal_name
 from lockstep.launch.inside import STACK_SIGNAL, stack_path
 from lockstep.launch.page import Place, page_path, read_place
-from lockstep.launch.spawn import Program, Started, mark_of, start
+from lockstep.launch.signals import Signals
+from lockstep.launch.spawn import CannotStart, Program, Started, mark_of, start
 from lockstep.launch.store import HostedStore
 from lockstep.launch.words import read_words
 
@@ -62,24 +63,6 @@ class Ended:
     def step(self) -> int:
         """The furthest step that a rank was seen in; -1 for none."""
         return max((facts.place.step for facts in self.ranks), default=-1)
-
-
-class Signals:
-    """The first signal to the launcher asks all ranks to end, the second one ends them; more make no difference."""
-
-    def __init__(self, names: str) -> None:
-        self.received: list[int] = []
-        self._numbers = [getattr(signal, name.strip()) for name in names.split(",") if name.strip()]
-
-    def listen(self) -> None:
-        """Take the signals; again after torch's process starter has taken them for itself."""
-        for number in self._numbers:
-            signal.signal(number, lambda received, _: self.received.append(received))
-
-    def ignore(self) -> None:
-        """All is over, and the exit status is known; an impatient Ctrl-C must not change it."""
-        for number in self._numbers:
-            signal.signal(number, signal.SIG_IGN)
 
 
 class Attempt:
@@ -143,6 +126,8 @@ class Attempt:
         except SignalException as error:  # torch's starter has handlers of its own while it starts
             self._signals.received.append(int(error.sigval))
             return False
+        except OSError as error:
+            raise CannotStart(f"the ranks cannot be started: {error}") from error
         finally:
             self._signals.listen()
         for rank, process in self._started.processes.items():
@@ -175,7 +160,19 @@ class Attempt:
             self._poll.poll(max(1, int(1000 * seconds)))
         else:
             time.sleep(min(seconds, 0.05))
+        if self._signals.wants_pause:
+            self._signals.wants_pause = False
+            self._pause()
         self._note_ended()
+
+    def _pause(self) -> None:
+        """Stop all ranks and this process, until it is continued."""
+        paused = [facts.pid for facts in self._running if not processes.is_stopped(facts.pid)]
+        for pid in paused:
+            processes.send(pid, signal.SIGSTOP, to_session=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        for pid in paused:
+            processes.send(pid, signal.SIGCONT, to_session=True)
 
     def _note_ended(self) -> None:
         assert self._started is not None

@@ -58,7 +58,7 @@ _WORDS = {
     "launch": "start of a reduction",
     "packed": "start of a reduction",
     "collect": "waiting for a reduction",
-    "end": "between steps",
+    "end": "done",
     "loaded": "checkpoint loaded",
     "saving": "saving a checkpoint",
 }

@@ -19,6 +19,10 @@ from lockstep.launch.inside import PARENT_FILE
 from lockstep.launch.store import HostedStore
 
 
+class CannotStart(Exception):
+    """This machine does not let the job begin; the message says why, in a line."""
+
+
 @dataclass(frozen=True)
 class Program:
     """What every rank runs: torch's launch configuration, and a command."""

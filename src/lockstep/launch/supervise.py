@@ -14,9 +14,10 @@ from pathlib import Path
 
 from lockstep import settings
 from lockstep.launch import reaper
-from lockstep.launch.attempt import Attempt, Ended, Limits, Outcome, Signals, say
+from lockstep.launch.attempt import Attempt, Ended, Limits, Outcome, say
 from lockstep.launch.report import Report, write_reports
-from lockstep.launch.spawn import Program, mark_of
+from lockstep.launch.signals import Signals
+from lockstep.launch.spawn import CannotStart, Program, mark_of
 from lockstep.launch.summary import attempts_table, ranks_table
 
 _MAX_SAME_STEP = 3
@@ -40,7 +41,10 @@ def supervise(job: Job) -> int:
     signals = Signals(job.signals)
     signals.listen()
     attempts: list[Ended] = []
-    root = Path(tempfile.mkdtemp(prefix="lockstep-run-"))
+    try:
+        root = Path(tempfile.mkdtemp(prefix="lockstep-run-"))
+    except OSError as error:
+        raise CannotStart(f"no temporary folder can be made: {error}") from error
     guard = Reaper()
     try:
         while True:

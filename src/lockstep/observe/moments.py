@@ -44,16 +44,19 @@ Listener = Callable[[Reached], None]
 listeners: list[Listener] = []
 
 _COUNTS_STEPS_DONE = (StepMoment.LOADED, StepMoment.SAVING)
-_last_own = 0  # the number that the model's own count had last
+_last_own = 0  # the number that the model's own count has now
 _shift = 0  # what to add to it, for the number that checkpoints give a step
 
 
 def reached(moment: StepMoment, step: int = -1, bucket: int = -1, names: str = "", subject: object = None) -> None:
-    """Tell whoever listens; ``step`` is the model's own count, or -1 for the number it had last."""
+    """Tell whoever listens; ``step`` is the model's own count, or -1 for the number it has now."""
     global _last_own, _shift
     if moment in _COUNTS_STEPS_DONE:
         _shift = step - _last_own
     elif step >= 0:
         _last_own = step
+    now = Reached(moment, _last_own + _shift, bucket, names, subject)
+    if moment is StepMoment.END:
+        _last_own += 1  # so many are done now
     for listener in list(listeners):
-        listener(Reached(moment, _last_own + _shift, bucket, names, subject))
+        listener(now)
