@@ -110,12 +110,14 @@ def _with_default_backend(init_process_group: Callable[..., None]) -> Callable[.
             init_process_group(backend, *args, **kwargs)  # torch's own complaint
             return
         rank, world = _claimed(given)
-        reached(StepMoment.JOINING, subject=(rank, world))
+        timeout = given.get("timeout")
+        patience = timeout.total_seconds() if isinstance(timeout, timedelta) else 0.0
+        reached(StepMoment.JOINING, subject=(rank, world, patience))
         if _num_joined and _launcher_has_the_store() and _is_left_to_the_environment(given):
             given.pop("init_method", None)
             given.update(store=_fresh_store(world, given.get("timeout")), rank=rank, world_size=world)
-        _count_joined()
         init_process_group(**given)
+        _count_joined()
         reached(StepMoment.JOINED)
 
     return init_with_default_backend

@@ -59,8 +59,8 @@ def test_two_processes_that_say_they_are_the_same_rank_are_named(tmp_path: Path)
     )
 
 
-def place(rank: int, world: int, moment: str = "joining") -> Place:
-    return Place(pid=100 + rank, rank=rank, world=world, moment=moment, time=1.0)
+def place(rank: int, world: int, moment: str = "joining", patience: float = 0.0) -> Place:
+    return Place(pid=100 + rank, rank=rank, world=world, patience=patience, moment=moment, time=1.0)
 
 
 def test_nobody_is_missed_while_all_are_on_their_way() -> None:
@@ -92,3 +92,20 @@ def test_a_rank_that_has_ended_is_told_as_that() -> None:
     cause = arrivals.look(places, {0: 100})
     assert cause is not None
     assert "rank 1, which has ended" in cause.text
+
+
+def test_the_programs_own_patience_counts_if_it_is_longer() -> None:
+    arrivals = Arrivals(1e-9)
+    places = {0: place(0, 2, patience=3600.0), 1: Place()}
+    for _ in range(2):
+        assert arrivals.look(places, {0: 100, 1: 101}) is None
+
+
+def test_a_long_wait_is_told_once_before_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("lockstep.launch.arrivals._TELL_AFTER_SECONDS", 0.0)
+    arrivals = Arrivals(3600, told.append)
+    for _ in range(3):
+        assert arrivals.look({0: place(0, 2), 1: Place()}, {0: 100, 1: 101}) is None
+    assert len(told) == 1
+    assert "in init_process_group for rank 1 (pid 101), which is not started" in told[0]

@@ -21,7 +21,7 @@ from lockstep.launch.words import words_of
 
 
 def failed_rank(rank: int, text: str) -> RankFacts:
-    place = Place(1, rank, 2, 7, 3, 1_700_000_000.25, "collect", "layers.0.weight ... layers.0.bias")
+    place = Place(1, rank, 2, 0.0, 7, 3, 1_700_000_000.25, "collect", "layers.0.weight ... layers.0.bias")
     facts = RankFacts(rank, 4000 + rank, "node7", Ending.FAILED, 1, 1_700_000_000.5, place)
     facts.words = [words_of(ValueError(text))]
     facts.stack = 'File "train.py", line 3 in main'

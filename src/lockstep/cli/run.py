@@ -102,9 +102,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--start-timeout",
         type=float,
-        default=300.0,
+        default=Limits.start,
         metavar="SECONDS",
-        help="How long ranks may wait in init_process_group for one that does not come; default: 300, off: 0.",
+        help="How long ranks may wait in init_process_group for one that does not come; default: 600, off: 0.",
     )
     parser.add_argument(
         "--inject",

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from lockstep.launch.cause import Cause
 from lockstep.launch.page import Place
 from lockstep.observe.moments import StepMoment
 
 _JOINING = StepMoment.JOINING.value
+_TELL_AFTER_SECONDS = 60.0
 
 
 class Arrivals:
     """Looks at where ranks are while some wait in ``init_process_group``."""
 
-    def __init__(self, limit_seconds: float) -> None:
+    def __init__(self, limit_seconds: float, tell: Callable[[str], None] = lambda text: None) -> None:
         self._limit = limit_seconds
+        self._tell = tell
         self._waiting_since: float | None = None
+        self._has_told = False
 
     def look(self, places: Mapping[int, Place], running: Mapping[int, int]) -> Cause | None:
         """A cause to end the attempt: at once for two that claim the same rank, at the limit for one that is missing.
@@ -32,12 +35,18 @@ class Arrivals:
         twice = self._claimed_twice(waiting, running)
         if twice is not None or not self._limit:
             return twice
-        now = time.monotonic()
         if self._waiting_since is None:
-            self._waiting_since = now
-        if now - self._waiting_since < self._limit:
-            return None
-        return self._missing(waiting, places, running)
+            self._waiting_since, self._has_told = time.monotonic(), False
+        waited = time.monotonic() - self._waiting_since
+        limit = max(self._limit, *(place.patience for place in waiting.values()))
+        if waited >= limit:
+            return self._missing(waiting, places, running, limit)
+        if waited >= _TELL_AFTER_SECONDS and not self._has_told:
+            self._has_told = True
+            cause = self._missing(waiting, places, running, waited)
+            if cause is not None:
+                self._tell(cause.text)
+        return None
 
     def _claimed_twice(self, waiting: Mapping[int, Place], running: Mapping[int, int]) -> Cause | None:
         claims = defaultdict(list)
@@ -53,7 +62,7 @@ class Arrivals:
         return None
 
     def _missing(
-        self, waiting: Mapping[int, Place], places: Mapping[int, Place], running: Mapping[int, int]
+        self, waiting: Mapping[int, Place], places: Mapping[int, Place], running: Mapping[int, int], seconds: float
     ) -> Cause | None:
         world = max(place.world for place in waiting.values())
         here = {place.rank for place in places.values() if place.rank >= 0}
@@ -69,5 +78,4 @@ class Arrivals:
             else:
                 told.append(f"rank {rank}, which has ended")
         ranks = ", ".join(map(str, sorted(waiting)))
-        text = f"rank(s) {ranks} waited {self._limit:g} s in init_process_group for {'; '.join(told)}"
-        return Cause(missing[0], f"{text} (--start-timeout)")
+        return Cause(missing[0], f"rank(s) {ranks} waited {seconds:.0f} s in init_process_group for {'; '.join(told)}")

@@ -45,7 +45,7 @@ class Limits:
     """How long the launcher waits, in seconds; 0 switches ``start`` off."""
 
     grace: float = 5.0
-    start: float = 300.0
+    start: float = 600.0
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Attempt:
         self._oom_before: dict[int, dict[str, int]] = {}
         self._started: Started | None = None
         self._stopped_since: dict[int, float] = {}
-        self._arrivals = Arrivals(limits.start)
+        self._arrivals = Arrivals(limits.start, say)
 
     def run(self) -> Ended:
         """Run it to its end; nothing of it is left then."""

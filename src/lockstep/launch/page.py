@@ -17,20 +17,22 @@ from lockstep.observe.moments import Reached, StepMoment
 
 SIZE = 4096
 _NAME_BYTES = 400
-# pid, claimed rank, claimed world, step, bucket, time in ns, moment, parameter names
-_LAYOUT = struct.Struct(f"<qqqqqQ16s{_NAME_BYTES}s")
+# pid, claimed rank, claimed world, seconds it will wait, step, bucket, time in ns, moment, parameter names
+_LAYOUT = struct.Struct(f"<qqqdqqQ16s{_NAME_BYTES}s")
 
 
 @dataclass(frozen=True)
 class Place:
     """Where a rank was seen last.  ``step`` is -1 before the first one, ``bucket`` -1 outside of any.
 
-    ``rank`` and ``world`` are what it said when it joined a process group, -1 before that.
+    ``rank`` and ``world`` are what it said when it joined a process group, -1 before that; ``patience`` is how many
+    seconds the program said that joining may take, 0 if it did not.
     """
 
     pid: int = 0
     rank: int = -1
     world: int = -1
+    patience: float = 0.0
     step: int = -1
     bucket: int = -1
     time: float = 0.0
@@ -79,7 +81,7 @@ class Page:
         finally:
             os.close(handle)
         self._pid = os.getpid()
-        self._rank = self._world = -1
+        self._claims: tuple[int, int, float] = (-1, -1, 0.0)
         self._has_stepped = False
 
     def write(self, reached: Reached) -> None:
@@ -88,14 +90,13 @@ class Page:
             return
         moment = reached.moment
         if moment is StepMoment.JOINING and isinstance(reached.subject, tuple):
-            self._rank, self._world = reached.subject
+            self._claims = reached.subject
         self._has_stepped |= moment not in _BEFORE_STEPS
         _LAYOUT.pack_into(
             self._memory,
             0,
             self._pid,
-            self._rank,
-            self._world,
+            *self._claims,
             reached.step if self._has_stepped else -1,
             reached.bucket,
             time.time_ns(),
@@ -115,8 +116,8 @@ def read_place(path: Path) -> Place:
         return Place()
     if len(data) < _LAYOUT.size or not any(data[: _LAYOUT.size]):
         return Place()
-    pid, rank, world, step, bucket, when, moment, names = _LAYOUT.unpack_from(data)
-    return Place(pid, rank, world, step, bucket, when / 1e9, _text(moment), _text(names))
+    pid, rank, world, patience, step, bucket, when, moment, names = _LAYOUT.unpack_from(data)
+    return Place(pid, rank, world, patience, step, bucket, when / 1e9, _text(moment), _text(names))
 
 
 def _text(raw: bytes) -> str:
