@@ -16,9 +16,13 @@ from pathlib import Path
 from lockstep.observe.moments import Reached, StepMoment
 
 SIZE = 4096
-_NAME_BYTES = 400
-# pid, claimed rank, claimed world, seconds it will wait, step, bucket, time in ns, moment, parameter names
-_LAYOUT = struct.Struct(f"<qqqdqqQ16s{_NAME_BYTES}s")
+_NAME_BYTES = 200
+_MAX_TEXTS = 10_000
+# pid, claimed rank, claimed world, seconds it will wait, step, bucket, time in ns
+_NUMBERS = struct.Struct("<qqqdqqQ")
+# moment, parameter names
+_TEXTS = struct.Struct(f"16s{_NAME_BYTES}s")
+_SIZE = _NUMBERS.size + _TEXTS.size
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ def page_path(folder: Path, rank: int) -> Path:
 
 
 class Page:
-    """The writing end."""
+    """The writing end.  It is called many times in a step, so texts are packed once and kept."""
 
     def __init__(self, path: Path) -> None:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -81,28 +85,38 @@ class Page:
         finally:
             os.close(handle)
         self._pid = os.getpid()
+        self._is_parent = True
         self._claims: tuple[int, int, float] = (-1, -1, 0.0)
         self._has_stepped = False
+        self._texts: dict[tuple[StepMoment, str], bytes] = {}
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        """In a forked child nothing is noted."""
+        self._is_parent = False
 
     def write(self, reached: Reached) -> None:
-        """Note a moment; in a forked child nothing is noted."""
-        if os.getpid() != self._pid:
+        """Note a moment."""
+        moment, step, bucket, names, subject = reached
+        if not self._is_parent or moment is StepMoment.PACKED:  # the launch before it says where that is
             return
-        moment = reached.moment
-        if moment is StepMoment.JOINING and isinstance(reached.subject, tuple):
-            self._claims = reached.subject
-        self._has_stepped |= moment not in _BEFORE_STEPS
-        _LAYOUT.pack_into(
-            self._memory,
-            0,
-            self._pid,
-            *self._claims,
-            reached.step if self._has_stepped else -1,
-            reached.bucket,
-            time.time_ns(),
-            moment.value.encode(),
-            reached.names.encode()[:_NAME_BYTES],
-        )
+        if moment is StepMoment.JOINING and isinstance(subject, tuple):
+            self._claims = subject
+        if not self._has_stepped:
+            self._has_stepped = moment not in _BEFORE_STEPS
+            step = step if self._has_stepped else -1
+        text = self._texts.get((moment, names))
+        if text is None:
+            text = self._text(moment, names)
+        self._memory[_NUMBERS.size : _SIZE] = text
+        _NUMBERS.pack_into(self._memory, 0, self._pid, *self._claims, step, bucket, time.time_ns())
+
+    def _text(self, moment: StepMoment, names: str) -> bytes:
+        if len(self._texts) >= _MAX_TEXTS:
+            self._texts.clear()
+        text = _TEXTS.pack(moment.value.encode(), names.encode()[:_NAME_BYTES])
+        self._texts[moment, names] = text
+        return text
 
 
 _BEFORE_STEPS = (StepMoment.STARTED, StepMoment.JOINING, StepMoment.JOINED)
@@ -114,9 +128,10 @@ def read_place(path: Path) -> Place:
         data = path.read_bytes()
     except OSError:
         return Place()
-    if len(data) < _LAYOUT.size or not any(data[: _LAYOUT.size]):
+    if len(data) < _SIZE or not any(data[: _NUMBERS.size]):
         return Place()
-    pid, rank, world, patience, step, bucket, when, moment, names = _LAYOUT.unpack_from(data)
+    pid, rank, world, patience, step, bucket, when = _NUMBERS.unpack_from(data)
+    moment, names = _TEXTS.unpack_from(data, _NUMBERS.size)
     return Place(pid, rank, world, patience, step, bucket, when / 1e9, _text(moment), _text(names))
 
 
