@@ -87,3 +87,14 @@ def test_survivors_alone_are_better_than_nobody() -> None:
 def test_the_table_has_every_rank_first_things_first() -> None:
     lines = ranks_table([failed(0, 10.0, PeerFailed("lost a peer")), failed(1, 9.5, code=-9)]).splitlines()
     assert [line.split()[0] for line in lines] == ["rank", "1", "0"]
+
+
+class NonFinite(RuntimeError):
+    def __init__(self, ranks: list[int]) -> None:
+        super().__init__("gradients are not finite")
+        self.ranks = ranks
+
+
+def test_an_error_of_all_ranks_is_the_one_of_the_rank_that_it_names() -> None:
+    cause = find_cause([failed(rank, 10.0 + rank, NonFinite([2])) for rank in range(3)])
+    assert cause.rank == 2

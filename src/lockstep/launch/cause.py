@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from lockstep.launch.facts import Ending, RankFacts
 
 ABOUT_PEERS = {"PeerFailed", "PeerLate", "PeerLost", "DistBackendError", "DistNetworkError"}
+# An error that all ranks raise together, and that names where it comes from.
+_NAMES_THE_ORIGIN = "NonFinite"
 # What torch's backends say of a connection that broke, where Lockstep did not wait for it itself.
 _BROKEN_CONNECTIONS = (
     "Connection closed by peer",
@@ -76,6 +78,8 @@ def is_about_peers(facts: RankFacts) -> bool:
     words = facts.first_words
     if words is None or words.thread or facts.out_of_memory:
         return False
+    if _NAMES_THE_ORIGIN in words.kinds:
+        return bool(words.peers) and facts.rank not in words.peers
     return bool(ABOUT_PEERS.intersection(words.kinds)) or any(text in words.text for text in _BROKEN_CONNECTIONS)
 
 
