@@ -195,7 +195,7 @@ def resume(
 
 
 def train(ddp: lockstep.DistributedDataParallel, data: Tensor, options: argparse.Namespace) -> Tensor:
-    """The training loop; the loss of each step, as the mean over ranks."""
+    """The training loop; the loss of each step, as the mean over ranks.  A run that is stopped has fewer of them."""
     rank, world = dist.get_rank(), dist.get_world_size()
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=options.lr, weight_decay=0.05)
     # Each rank draws other windows of the text: that is the data parallelism.
@@ -219,9 +219,13 @@ def train(ddp: lockstep.DistributedDataParallel, data: Tensor, options: argparse
             losses[step] = loss.detach()
             num_tokens = world * options.batch * options.context
             reporter.step_done(step + 1, loss.item(), num_tokens / (time.perf_counter() - began))
-            if options.checkpoint and (step + 1) % options.save_every == 0:
+            ends = lockstep.stopping()  # the same answer on all ranks, at the same step
+            if options.checkpoint and (ends or (step + 1) % options.save_every == 0):
                 own = {"data": generator, "losses": losses}
                 lockstep.checkpoint.save(options.checkpoint, ddp, optimizer, step=step + 1, per_rank=own, keep=2)
+            if ends:
+                losses = losses[: step + 1]
+                break
     lockstep.checkpoint.wait()
     dist.all_reduce(losses)
     return losses / world
@@ -249,6 +253,15 @@ def describe_exposed(timelines: list[Timeline]) -> str:
     return "\n".join(lines)
 
 
+def leave_early(num_done: int, options: argparse.Namespace) -> None:
+    """The job was stopped; say from where it can go on."""
+    if dist.get_rank() == 0:
+        kept = f"; saved to {options.checkpoint}" if options.checkpoint else ""
+        print(f"stopped after step {num_done}{kept}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def main() -> None:
     options = read_options()
     device = join_world()
@@ -272,6 +285,9 @@ def main() -> None:
         print(f"{num_parameters:,} parameters, {len(text):,} characters, {ranks} on {device.type}")
 
     losses = train(ddp, data, options)
+    if len(losses) < options.steps:
+        leave_early(len(losses), options)
+        return
     timelines = gather_timelines(ddp.timeline)
     if rank == 0:
         start = torch.tensor([number[symbol] for symbol in "\n\n"], device=device)

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import uuid
@@ -74,6 +75,7 @@ class Launch:
         # A checkout that was not installed is found through the path that found it here.
         source = str(Path(spec.origin).parents[1])
         env["PYTHONPATH"] = os.pathsep.join([source, *filter(None, [env.get("PYTHONPATH")])])
+        env["LOCKSTEP_REPORT_DIR"] = str(Path(tempfile.gettempdir()) / "lockstep-test-reports")
         env.update(extra)
         name, _, value = self.mark.partition("=")
         env[name] = value

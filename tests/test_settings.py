@@ -9,16 +9,19 @@ import pytest
 
 import lockstep
 from lockstep import settings
-from lockstep.settings import BACKEND, SETTINGS, Setting
+from lockstep.settings import SETTINGS, Setting
 
 SOURCE = Path(lockstep.__file__).parent
 DOCS = Path(__file__).parents[1] / "docs" / "compatibility.md"
-SECONDS = [setting for setting in SETTINGS if setting is not BACKEND]
+SECONDS = [setting for setting in SETTINGS if setting.is_seconds]
 ACCESSORS = {
     "LOCKSTEP_AGREEMENT_TIMEOUT": settings.agreement_timeout,
     "LOCKSTEP_STALL_SECONDS": settings.stall_seconds,
     "LOCKSTEP_COMPILE_TIMEOUT": settings.compile_timeout,
     "LOCKSTEP_BACKEND": settings.backend,
+    "LOCKSTEP_REPORT_DIR": settings.report_dir,
+    "LOCKSTEP_INJECT": settings.inject,
+    "LOCKSTEP_RUN_FOLDER": settings.run_folder,
 }
 # Files that still read a variable themselves; the list may only become shorter.
 NOT_YET = {"ddp/compilation.py", "ddp/wrapper.py", "graph/share.py"}

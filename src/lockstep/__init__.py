@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lockstep import checkpoint, data, errors, hooks
     from lockstep.compiling import compile, explain
     from lockstep.ddp import DDP, DistributedDataParallel
+    from lockstep.launch.stopping import stopping
     from lockstep.observe.report import write_report
     from lockstep.observe.timeline import Timeline
     from lockstep.plan import Plan
@@ -41,6 +42,7 @@ __all__ = [
     "fully_shard",
     "hooks",
     "install",
+    "stopping",
     "uninstall",
     "unwrap",
     "write_report",
@@ -60,6 +62,7 @@ _MODULE_OF = {
     "explain": "lockstep.compiling",
     "fully_shard": "lockstep.shard",
     "hooks": "lockstep.hooks",
+    "stopping": "lockstep.launch.stopping",
     "unwrap": "lockstep.state_dict",
     "write_report": "lockstep.observe.report",
 }

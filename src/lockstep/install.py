@@ -7,12 +7,16 @@ reference of their own, so replacing torch's attribute is not enough: every load
 from __future__ import annotations
 
 import functools
+import inspect
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from lockstep import settings
+from lockstep.observe.moments import StepMoment, reached
 
 __all__ = ["install", "uninstall"]
 
@@ -92,6 +96,7 @@ def _put_back_in(module: ModuleType) -> None:
 
 def _with_default_backend(init_process_group: Callable[..., None]) -> Callable[..., None]:
     """``init_process_group`` that asks LOCKSTEP_BACKEND where the program leaves the choice open."""
+    signature = inspect.signature(init_process_group)
 
     @functools.wraps(init_process_group)
     def init_with_default_backend(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -99,6 +104,59 @@ def _with_default_backend(init_process_group: Callable[..., None]) -> Callable[.
         if backend is None and kwargs.get("device_id") is None and chosen:
             # Left to itself, torch gives a machine with GPUs no backend for tensors on the CPU.
             backend = "cpu:gloo,cuda:nccl" if chosen == "nccl" else chosen
-        init_process_group(backend, *args, **kwargs)
+        try:
+            given = signature.bind(backend, *args, **kwargs).arguments
+        except TypeError:
+            init_process_group(backend, *args, **kwargs)  # torch's own complaint
+            return
+        rank, world = _claimed(given)
+        timeout = given.get("timeout")
+        patience = timeout.total_seconds() if isinstance(timeout, timedelta) else 0.0
+        reached(StepMoment.JOINING, subject=(rank, world, patience))
+        if _num_joined and _launcher_has_the_store() and _is_left_to_the_environment(given):
+            given.pop("init_method", None)
+            given.update(store=_fresh_store(world, given.get("timeout")), rank=rank, world_size=world)
+        init_process_group(**given)
+        _count_joined()
+        reached(StepMoment.JOINED)
 
     return init_with_default_backend
+
+
+_num_joined = 0
+
+
+def _count_joined() -> None:
+    global _num_joined
+    _num_joined += 1
+
+
+def _claimed(given: Mapping[str, Any]) -> tuple[int, int]:
+    """Which rank of how many this process says it is; -1 where it does not say."""
+    found = []
+    for argument, variable in (("rank", "RANK"), ("world_size", "WORLD_SIZE")):
+        value = given.get(argument, -1)
+        if value == -1:
+            value = os.environ.get(variable, -1)
+        try:
+            found.append(int(value))
+        except ValueError:  # torch's to complain of
+            found.append(-1)
+    return found[0], found[1]
+
+
+def _launcher_has_the_store() -> bool:
+    return settings.run_folder() is not None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _is_left_to_the_environment(given: Mapping[str, Any]) -> bool:
+    return given.get("store") is None and given.get("init_method") in (None, "env://")
+
+
+def _fresh_store(world: int, timeout: timedelta | None) -> Any:
+    """Keys of its own for a group that is made after another one: the launcher's store keeps those of the first."""
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(address, port, world, False, timeout or timedelta(minutes=30))
+    return PrefixStore(f"again/{_num_joined}", store)

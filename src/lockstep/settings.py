@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 __all__ = [
     "SETTINGS",
@@ -18,6 +19,9 @@ __all__ = [
     "backend",
     "check",
     "compile_timeout",
+    "inject",
+    "report_dir",
+    "run_folder",
     "stall_seconds",
 ]
 
@@ -30,6 +34,7 @@ class Setting:
     default: str
     meaning: str
     may_be_zero: bool = False
+    is_seconds: bool = True
 
     def text(self, environment: Mapping[str, str] | None = None) -> str:
         """The value as it was given, or the default; an empty value is one that was not given."""
@@ -72,15 +77,34 @@ BACKEND = Setting(
     "",
     "backend for `init_process_group()` calls that name none; `lockstep run` sets it to nccl where each rank can have "
     "a GPU, else to gloo",
+    is_seconds=False,
+)
+REPORT_DIR = Setting(
+    "LOCKSTEP_REPORT_DIR",
+    "out",
+    "folder for the reports that `lockstep run` writes of ends that were not planned; `--report-dir` goes first",
+    is_seconds=False,
+)
+INJECT = Setting(
+    "LOCKSTEP_INJECT",
+    "",
+    "faults on purpose, such as `kill:rank=1,step=5,moment=backward`, in the ranks of `lockstep run`",
+    is_seconds=False,
+)
+RUN_FOLDER = Setting(
+    "LOCKSTEP_RUN_FOLDER",
+    "",
+    "set by `lockstep run` for its ranks: where they leave word for the launcher",
+    is_seconds=False,
 )
 
-SETTINGS = (AGREEMENT_TIMEOUT, STALL_SECONDS, COMPILE_TIMEOUT, BACKEND)
+SETTINGS = (AGREEMENT_TIMEOUT, STALL_SECONDS, COMPILE_TIMEOUT, BACKEND, REPORT_DIR, INJECT, RUN_FOLDER)
 
 
 def check(environment: Mapping[str, str]) -> None:
     """Raise for the first variable with a value that its reader would refuse."""
     for setting in SETTINGS:
-        if setting is not BACKEND:
+        if setting.is_seconds:
             setting.seconds(environment)
 
 
@@ -102,3 +126,18 @@ def backend() -> str | None:
     Which backends there are is torch's to say: others can be registered, and one may be named per device.
     """
     return BACKEND.text() or None
+
+
+def report_dir() -> Path:
+    return Path(REPORT_DIR.text())
+
+
+def inject() -> str:
+    """The faults that were asked for, as text; empty for none."""
+    return INJECT.text()
+
+
+def run_folder() -> Path | None:
+    """Where this process leaves word for its launcher; None where it has none."""
+    text = RUN_FOLDER.text()
+    return Path(text) if text else None

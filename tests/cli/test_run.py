@@ -54,7 +54,8 @@ def test_ranks_get_torchruns_environment_and_lockstep_installed(tmp_path: Path) 
         assert fact["LOCAL_RANK"] == rank
         assert fact["WORLD_SIZE"] == fact["LOCAL_WORLD_SIZE"] == "2"
         assert fact["GROUP_RANK"] == fact["TORCHELASTIC_RESTART_COUNT"] == fact["TORCHELASTIC_MAX_RESTARTS"] == "0"
-        assert fact["MASTER_ADDR"]
+        assert fact["MASTER_ADDR"] == "127.0.0.1"
+        assert fact["TORCHELASTIC_USE_AGENT_STORE"] == "True"
         assert int(fact["MASTER_PORT"]) > 0
         assert fact["TORCHELASTIC_RUN_ID"] != "none"  # --standalone gives each run an id of its own
         assert fact["OMP_NUM_THREADS"] == "1"
@@ -263,6 +264,22 @@ def loss_without_ddp() -> float:
         (["--run-path", "nowhere.py"], "add --no-install"),
         (["--no-python", "{script}"], "add --no-install"),
         (["--run-path", "{script}"], "add --no-install"),
+        (["--no-install", "--no-python", "no-such-program-at-all"], "no such program: 'no-such-program-at-all'"),
+        (["--stop-grace", "-1", "{script}"], "--stop-grace is -1"),
+        (["--stop-grace", "soon", "{script}"], "--stop-grace"),
+        (["--start-timeout", "nan", "{script}"], "--start-timeout is nan"),
+        (["--report-dir", "{script}", "{script}"], "which is not a folder"),
+        (["--signals-to-handle", "SIGNOTHING", "{script}"], "--signals-to-handle is 'SIGNOTHING'"),
+        (["--signals-to-handle", "SIGKILL", "{script}"], "--signals-to-handle is 'SIGKILL'"),
+        (["--rdzv-endpoint", "localhost:99999", "{script}"], "--rdzv-endpoint is 'localhost:99999'"),
+        (["--inject", "explode", "{script}"], "there is no fault 'explode'"),
+        (["--inject", "kill:rank=1,when=5", "{script}"], "'when=5' is not one of"),
+        (["--inject", "kill:rank=-1", "{script}"], "rank is '-1'"),
+        (["--inject", "kill:moment=lunch", "{script}"], "there is no moment 'lunch'"),
+        (["--inject", "sleep:rank=1", "{script}"], "sleep needs seconds"),
+        (["--inject", "nan:moment=forward", "{script}"], "nan happens to a bucket"),
+        (["--inject", "kill:step=1,moment=started", "{script}"], "there is no step yet"),
+        (["--inject", "kill", "--no-install", "--no-python", "true"], "--inject works in Python programs only"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
@@ -294,11 +311,33 @@ def test_nproc_by_name_counts_the_machine(nproc: str, script: Path) -> None:
     assert int(prepare(["--nproc", nproc, str(script)]).nproc_per_node) >= 1
 
 
-def test_one_host_is_standalone_unless_a_rendezvous_is_named(script: Path) -> None:
-    assert prepare([str(script)]).standalone
+@pytest.mark.parametrize(
+    ("words", "is_supervised"),
+    [
+        ([], True),
+        (["--standalone"], True),
+        (["--master-port", "29511"], True),
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", "7"], True),
+        (["--rdzv-endpoint", "127.0.0.1:29511"], True),
+        (["--nnodes", "1:1"], True),
+        (["--nnodes", "2"], False),
+        (["--nnodes", "1:4"], False),
+        (["--master-addr", "10.0.0.7"], False),
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "node7:29400"], False),
+        (["--rdzv-conf", "timeout=9"], False),
+        (["--event-log-handler", "console"], False),
+    ],
+)
+def test_one_host_is_ours_unless_another_rendezvous_is_named(
+    words: list[str], is_supervised: bool, script: Path
+) -> None:
+    assert prepare([*words, str(script)]).is_supervised is is_supervised
+
+
+def test_torchs_agent_on_one_host_is_standalone_unless_a_rendezvous_is_named(script: Path) -> None:
+    assert prepare(["--event-log-handler", "console", str(script)]).standalone
+    assert not prepare(["--rdzv-conf", "timeout=9", str(script)]).standalone
     assert not prepare(["--nnodes", "2", str(script)]).standalone
-    assert not prepare(["--master-port", "29511", str(script)]).standalone
-    assert not prepare(["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(script)]).standalone
 
 
 def test_torchrun_options_pass_through(script: Path) -> None:

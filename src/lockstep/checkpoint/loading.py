@@ -21,6 +21,7 @@ from lockstep.checkpoint.reading import Reader
 from lockstep.checkpoint.restore import Restoration, Restored, Targets
 from lockstep.checkpoint.saving import wait
 from lockstep.errors import CheckpointDamaged, CheckpointFailed, NoCheckpoint, rank_table
+from lockstep.observe.moments import StepMoment, listeners, reached
 from lockstep.plan import Plan
 
 logger = logging.getLogger("lockstep")
@@ -91,6 +92,8 @@ def load(
             logger.warning("%s\nGoing on with %s.", damage, damage.last_complete)
     manifest = restoration.reader.manifest
     restored = _apply(restoration, ranks)
+    if listeners:
+        reached(StepMoment.LOADED, manifest.step)
     notes = [*_notes(restoration, model, ranks.world), *restored.notes]
     for note in notes:
         logger.warning("Loaded %s: %s.", directory, note)

@@ -20,6 +20,7 @@ from lockstep.checkpoint.collect import collect
 from lockstep.checkpoint.protocol import Save
 from lockstep.checkpoint.ranks import Ranks, ranks_of
 from lockstep.checkpoint.snapshot import Snapshot, take_snapshot
+from lockstep.observe.moments import StepMoment, listeners, reached
 
 logger = logging.getLogger("lockstep")
 
@@ -129,6 +130,8 @@ def save(
     if _in_flight is not None:
         before, _in_flight = _in_flight, None
         before.wait()
+    if listeners:
+        reached(StepMoment.SAVING, int(step))
     ranks = ranks_of(process_group)
     snapshot, failure = None, None
     try:

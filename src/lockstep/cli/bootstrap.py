@@ -17,14 +17,27 @@ from types import TracebackType
 
 __all__ = ["run_program"]
 
+PLAIN = "--plain"
 NOT_THE_USERS = (__file__, runpy.__file__, "<frozen runpy>")
 
 
 def run_program(words: list[str]) -> None:
-    """Install, then run ``script args...`` or ``-m module args...`` as the main program."""
-    from lockstep.install import install
+    """Install, unless ``--plain`` comes first; then run ``script args...`` or ``-m module args...`` as the program."""
+    # Imported here: when this file is run, python has put its directory on sys.path.
+    from lockstep import settings
+    from lockstep.launch import inside
 
-    install()
+    inside.enter()
+    if words[0] == PLAIN:
+        words = words[1:]
+    else:
+        from lockstep.install import install
+
+        install()
+    if settings.inject():
+        from lockstep.testing.faults import inject_from_environment
+
+        inject_from_environment()
     _forget_own_main()
     if words[0] == "-m":
         _run_hiding_own_frames(_run_module, words[1:])
@@ -77,9 +90,12 @@ def _run_module(words: list[str]) -> None:
 
 def _run_hiding_own_frames(run: Callable[[list[str]], None], words: list[str]) -> None:
     """Let an exception end the interpreter in the usual way, but show only the program's own frames."""
+    from lockstep.launch import inside
+
     try:
         run(words)
-    except BaseException:
+    except BaseException as failure:
+        inside.note_error(failure, _without_leading_frames(failure.__traceback__))
         # Whatever hook is in place now was chosen by the program or by torch; it goes on being used.
         hook = sys.excepthook
 

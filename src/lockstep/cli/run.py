@@ -1,38 +1,51 @@
-"""``lockstep run``: torch's elastic launcher, with ``lockstep.install()`` called in each rank first.
+"""``lockstep run``: ranks with ``lockstep.install()`` called in each of them first.
 
-The words of the command line are read by torchrun's own parser with two options added, so every torchrun
-option of the installed torch works here by the same name and with the same meaning.
+The words of the command line are read by torchrun's own parser with a few options added, so every torchrun option of
+the installed torch works here by the same name and with the same meaning.  The ranks of one host are started and
+watched by ``lockstep.launch``; several hosts meet through torch's elastic launcher.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
+import shutil
+import signal
 import sys
+import uuid
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import Std
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
 from lockstep import settings
 from lockstep.cli import bootstrap
+from lockstep.launch.attempt import Limits
+from lockstep.launch.hosts import run_on_hosts
+from lockstep.launch.spawn import CannotStart, Program
+from lockstep.launch.store import PortTaken
+from lockstep.launch.supervise import Job, supervise
+from lockstep.testing.faults import BadFault, read_faults
 
 __all__ = ["BadUse", "build_parser", "launch", "pick_backend", "prepare", "rank_environment"]
 
 EXIT_BAD_USE = 2
+USUAL_PORT = 29500
+LOOPBACK = ("", "localhost", "127.0.0.1")
 
 DESCRIPTION = """\
-Launch a script on many ranks through torch's elastic launcher.
+Launch a script on many ranks.
 
 In each rank lockstep.install() runs before the script, so a script that uses torch's
 DistributedDataParallel runs on Lockstep unchanged. Every torchrun option is accepted.
-On one host, without rendezvous options, --standalone is the default.
+The ranks of one host meet over loopback, at a store in this process; several hosts
+meet through torch's rendezvous (--nnodes, --rdzv-backend, --rdzv-endpoint).
 """
 
 
@@ -50,11 +63,11 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Torchrun's parser plus ``--nproc`` (short for ``--nproc-per-node``) and ``--no-install``."""
+    """Torchrun's parser plus ``--nproc`` (short for ``--nproc-per-node``) and our own options."""
     parser = OneLineParser(
         prog="lockstep run",
-        usage="lockstep run [--nproc N] [--no-install] [torchrun options] script.py [args ...]\n"
-        "       lockstep run [--nproc N] [--no-install] [torchrun options] -m module [args ...]",
+        usage="lockstep run [--nproc N] [--max-restarts N] [options] script.py [args ...]\n"
+        "       lockstep run [--nproc N] [--max-restarts N] [options] -m module [args ...]",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         parents=[torchrun.get_args_parser()],
@@ -72,6 +85,34 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="Launch the script as it is, without calling lockstep.install().",
     )
+    parser.add_argument(
+        "--report-dir",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="Where to write a report (HTML and JSON) of an end that was not planned; default: out.",
+    )
+    parser.add_argument(
+        "--stop-grace",
+        type=float,
+        default=None,
+        metavar="SECONDS",
+        help="Between SIGTERM and SIGKILL when the job is stopped; default: 5. A last checkpoint may need more.",
+    )
+    parser.add_argument(
+        "--start-timeout",
+        type=float,
+        default=Limits.start,
+        metavar="SECONDS",
+        help="How long ranks may wait in init_process_group for one that does not come; default: 600, off: 0.",
+    )
+    parser.add_argument(
+        "--inject",
+        action="append",
+        default=[],
+        metavar="FAULT",
+        help="A fault on purpose, such as kill:rank=1,step=5,moment=backward; see docs/launcher.md.",
+    )
     return parser
 
 
@@ -80,22 +121,43 @@ def launch(words: Sequence[str]) -> int:
     try:
         args = prepare(words)
         _check_settings()
-    except BadUse as error:
+        _pass_faults_on(args.inject)
+        os.environ.update(
+            rank_environment(os.environ, int(args.nproc_per_node), is_one_host=args.is_supervised),
+        )
+        if args.is_supervised:
+            return supervise(_job(args, words))
+    except (BadUse, CannotStart, PortTaken) as error:
         print(f"lockstep run: error: {error}", file=sys.stderr)
         return EXIT_BAD_USE
-    os.environ.update(rank_environment(os.environ, int(args.nproc_per_node)))
-    try:
-        # `record` is what torchrun's own entry point wears: it hands a failure's details on to an outer
-        # launcher.
-        record(torchrun.run)(args)
-    except ChildFailedError as error:
-        # The user started a script and never heard of the file that starts it.
-        print(str(error).replace(args.training_script, args.program), file=sys.stderr)
-        _, first_failure = error.get_first_failure()
-        return _shell_exit_code(first_failure.exitcode)
-    except SignalException as error:
-        return 128 + int(error.sigval)
-    return 0
+    return run_on_hosts(args, _command(words), args.report_dir or settings.report_dir())
+
+
+def _job(args: argparse.Namespace, words: Sequence[str]) -> Job:
+    port = _port(args)
+    args.master_port = USUAL_PORT if args.master_port is None else args.master_port
+    config, entrypoint, arguments = torchrun.config_from_args(args)
+    run_id = args.rdzv_id if args.rdzv_id != "none" else str(uuid.uuid4())
+    grace = args.stop_grace
+    if grace is None:
+        grace = float(getattr(args, "shutdown_timeout", None) or Limits.grace)
+    return Job(
+        program=Program(config, str(entrypoint), [str(word) for word in arguments], args.max_restarts, run_id),
+        name=args.program,
+        command=_command(words),
+        report_dir=args.report_dir or settings.report_dir(),
+        limits=Limits(grace=grace, start=args.start_timeout),
+        signals=_signals(args),
+        port=port,
+    )
+
+
+def _command(words: Sequence[str]) -> list[str]:
+    return ["lockstep", "run", *words]
+
+
+def _signals(args: argparse.Namespace) -> str:
+    return str(getattr(args, "signals_to_handle", None) or "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
 
 
 def prepare(words: Sequence[str]) -> argparse.Namespace:
@@ -112,15 +174,15 @@ def prepare(words: Sequence[str]) -> argparse.Namespace:
     max_hosts = _max_hosts(args.nnodes)
     _check_numbers(args)
     _check_texts(args)
+    _check_faults(args)
     if not args.no_install:
         _check_can_install(args)
     _check_program(args)
-    if max_hosts == 1 and not _names_a_rendezvous(args):
-        args.standalone = True
-    if args.master_port is None:
-        args.master_port = usual_port
-    if not args.no_install:
-        _start_through_bootstrap(args)
+    args.is_supervised = max_hosts == 1 and not _needs_torchs_agent(args)
+    if not args.is_supervised:
+        args.standalone = args.standalone or (max_hosts == 1 and not _names_a_rendezvous(args))
+        args.master_port = usual_port if args.master_port is None else args.master_port
+    _start_through_bootstrap(args)
     return args
 
 
@@ -155,6 +217,19 @@ def _check_numbers(args: argparse.Namespace) -> None:
         raise BadUse(f"--node-rank is {args.node_rank}; hosts are counted from 0")
     if args.master_port is not None and not 0 <= int(args.master_port) <= 65535:
         raise BadUse(f"--master-port is {args.master_port}; ports go from 0 to 65535")
+    for option, seconds in (("stop-grace", args.stop_grace), ("start-timeout", args.start_timeout)):
+        if seconds is not None and not (seconds >= 0 and math.isfinite(seconds)):
+            raise BadUse(f"--{option} is {seconds:g}; give seconds, 0 or more")
+    if args.report_dir is not None and args.report_dir.exists() and not args.report_dir.is_dir():
+        raise BadUse(f"--report-dir is {str(args.report_dir)!r}, which is not a folder")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if getattr(args, "virtual_local_rank", False) and visible is not None:
+        num_devices = len(visible.split(","))
+        if num_devices < int(args.nproc_per_node):
+            raise BadUse(
+                f"--virtual-local-rank with --nproc {args.nproc_per_node} needs a device for each rank; "
+                f"CUDA_VISIBLE_DEVICES is {visible!r}"
+            )
 
 
 def _check_texts(args: argparse.Namespace) -> None:
@@ -164,6 +239,7 @@ def _check_texts(args: argparse.Namespace) -> None:
         ("redirects", args.redirects, Std.from_str, "0 to 3, or local ranks with one each (0:3,1:1)"),
         ("tee", args.tee, Std.from_str, "0 to 3, or local ranks with one each (0:3,1:1)"),
         ("local-ranks-filter", args.local_ranks_filter, _read_integers, "local ranks such as 0,1"),
+        ("signals-to-handle", _signals(args), _read_signals, "names of signals such as SIGTERM,SIGINT"),
     ]
     for option, given, read, wanted in readers:
         if given and given.strip():
@@ -177,11 +253,32 @@ def _read_integers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 
+def _read_signals(text: str) -> None:
+    for name in text.split(","):
+        if name.strip() not in signal.Signals.__members__ or name.strip() in ("SIGKILL", "SIGSTOP"):
+            raise ValueError(f"{name!r} is not a signal that can be handled")
+
+
 def _read_pairs(text: str) -> None:
     for pair in text.strip().split(","):
         key, _, value = pair.partition("=")
         if not key.strip() or not value.strip():
             raise ValueError(f"{pair!r} is not key=value")
+
+
+def _check_faults(args: argparse.Namespace) -> None:
+    for source, text in (*(("--inject", text) for text in args.inject), (settings.INJECT.name, settings.inject())):
+        try:
+            read_faults(text)
+        except BadFault as error:
+            raise BadUse(f"{source} is {text!r}: {error}")
+    if args.inject and args.no_python:
+        raise BadUse("--inject works in Python programs only, and --no-python starts another one")
+
+
+def _pass_faults_on(faults: Sequence[str]) -> None:
+    if faults:
+        os.environ[settings.INJECT.name] = ";".join(filter(None, [settings.inject(), *faults]))
 
 
 def _check_settings() -> None:
@@ -201,16 +298,37 @@ def _check_program(args: argparse.Namespace) -> None:
             raise BadUse(f"no such script: {name!r}; give the path of a Python file, or -m and a module")
         if os.path.isdir(name) and not os.path.exists(os.path.join(name, "__main__.py")):
             raise BadUse(f"{name!r} is a folder without a __main__.py; give the path of a Python file")
+    elif shutil.which(name) is None:
+        raise BadUse(f"no such program: {name!r}; give one that is on the PATH, or its path")
+
+
+def _needs_torchs_agent(args: argparse.Namespace) -> bool:
+    """Whether something was asked of a job on one host that only torch's own launcher does."""
+    address, _, _ = args.rdzv_endpoint.rpartition(":") if ":" in args.rdzv_endpoint else (args.rdzv_endpoint, "", "")
+    return bool(
+        args.rdzv_backend not in ("static", "c10d")
+        or address not in LOOPBACK
+        or args.master_addr not in LOOPBACK
+        or args.rdzv_conf
+        or args.event_log_handler != "null"
+        or os.environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1"
+        or "TORCHELASTIC_HEALTH_CHECK_PORT" in os.environ
+    )
 
 
 def _names_a_rendezvous(args: argparse.Namespace) -> bool:
-    return bool(
-        args.rdzv_backend != "static"
-        or args.rdzv_endpoint
-        or args.rdzv_id != "none"
-        or args.rdzv_conf
-        or args.master_port is not None
-    )
+    named = args.rdzv_endpoint or args.rdzv_conf or args.master_port is not None
+    return bool(named or args.rdzv_backend != "static" or args.rdzv_id != "none")
+
+
+def _port(args: argparse.Namespace) -> int:
+    """The port that was asked for, by whichever option; 0 for any."""
+    _, _, port = args.rdzv_endpoint.rpartition(":")
+    if args.rdzv_endpoint and port:
+        if not (port.isdigit() and int(port) <= 65535):
+            raise BadUse(f"--rdzv-endpoint is {args.rdzv_endpoint!r}; give host:port, ports go from 0 to 65535")
+        return int(port)
+    return int(args.master_port or 0)
 
 
 def _module_exists(name: str) -> bool:
@@ -237,13 +355,19 @@ def _check_can_install(args: argparse.Namespace) -> None:
 
 
 def _start_through_bootstrap(args: argparse.Namespace) -> None:
-    """Put ``bootstrap.py`` before the user's program, so that each rank installs and then runs it."""
+    """Put a file of ours before the user's program, so that each rank installs, or at least ends with its launcher."""
     program = ["-m", args.training_script] if args.module else [args.training_script]
-    args.training_script_args = [*program, *args.training_script_args]
+    if args.no_python:
+        args.training_script = "lockstep.launch.inside"
+        args.training_script_args = [*program, *args.training_script_args]
+        args.module, args.no_python = True, False
+        return
+    plain = [bootstrap.PLAIN] if args.no_install else []
+    args.training_script_args = [*plain, *program, *args.training_script_args]
     # By path and not by -m: python would then put the working directory on sys.path before Lockstep is
     # imported, where a file of the user's could take the place of a module that Lockstep or torch needs.
     args.training_script = os.path.abspath(bootstrap.__file__)
-    args.module = False
+    args.module = args.run_path = False
 
 
 def pick_backend(num_local_ranks: int) -> str:
@@ -252,7 +376,7 @@ def pick_backend(num_local_ranks: int) -> str:
     return "nccl" if enough_gpus and dist.is_nccl_available() else "gloo"
 
 
-def rank_environment(current: Mapping[str, str], num_local_ranks: int) -> dict[str, str]:
+def rank_environment(current: Mapping[str, str], num_local_ranks: int, *, is_one_host: bool = False) -> dict[str, str]:
     """Variables the ranks inherit besides torchrun's own; what the user has set is left alone."""
     wanted = {
         settings.BACKEND.name: pick_backend(num_local_ranks),
@@ -262,9 +386,6 @@ def rank_environment(current: Mapping[str, str], num_local_ranks: int) -> dict[s
     }
     if num_local_ranks > 1:
         wanted["OMP_NUM_THREADS"] = "1"  # torchrun's choice, made here so that it needs no banner
+    if is_one_host and os.path.exists("/sys/class/net/lo"):
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"  # gloo, too, listens where ranks of this host are, and nowhere else
     return {name: value for name, value in wanted.items() if name not in current}
-
-
-def _shell_exit_code(exitcode: int) -> int:
-    """A process ended by signal n has exit code -n in Python and 128 + n in a shell."""
-    return 128 - exitcode if exitcode < 0 else exitcode

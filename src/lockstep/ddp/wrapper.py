@@ -38,6 +38,7 @@ from lockstep.engine.union import Check
 from lockstep.graph.explain import Explanation
 from lockstep.observe.logging_data import LoggingData
 from lockstep.observe.metrics import metrics_of
+from lockstep.observe.moments import StepMoment, listeners, reached
 from lockstep.observe.timeline import now
 from lockstep.plan import Plan
 from lockstep.state_dict import rename_keys
@@ -335,6 +336,8 @@ class DistributedDataParallel(TorchNames, _Base):
     @torch_private.without_compiler
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         self._forward_start = now()
+        if listeners and torch.is_grad_enabled():
+            reached(StepMoment.FORWARD, self.step.reducer.timeline.step, subject=self.step.reducer)
         if not self._lazy_init_ran:
             self._lazy_init()
         if torch.is_grad_enabled():

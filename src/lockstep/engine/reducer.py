@@ -24,6 +24,7 @@ from lockstep.engine.exchange import CommHook, Exchange, HookExchange, MeanExcha
 from lockstep.engine.grad_memory import _NOTHING, GradMemory
 from lockstep.engine.sparse import pack_sparse
 from lockstep.engine.transport import Transport
+from lockstep.observe.moments import StepMoment, listeners, reached
 from lockstep.observe.timeline import Timeline, now
 from lockstep.plan import Plan
 
@@ -104,6 +105,8 @@ class Reducer:
 
         ``takes``: these are what lies in ``.grad``, and are taken out of it.
         """
+        if listeners:
+            self._tell(StepMoment.LAUNCH, bucket)
         start = now()
         with torch.no_grad(), torch_private.RecordFunction(bucket.launch_name):
             if bucket.is_sparse:
@@ -115,6 +118,8 @@ class Reducer:
                 self.memory.pack(bucket, gradients, self.scale_of(bucket), takes=takes)
             assert bucket.flat is not None
             packed = now()
+            if listeners:
+                self._tell(StepMoment.PACKED, bucket)
             bucket.flight = self.exchange.start(bucket, bucket.flat, is_last=bucket is self.buckets[-1])
             if self.timeline.precise and hasattr(bucket.flight, "note_landing"):
                 bucket.flight.note_landing()
@@ -149,10 +154,15 @@ class Reducer:
         """How messages name this bucket's reduction."""
         return f"the reduction of bucket {bucket.index} ({bucket.shown_names}) in step {self.timeline.step}"
 
+    def _tell(self, moment: StepMoment, bucket: LiveBucket) -> None:
+        reached(moment, self.timeline.step, bucket.index, bucket.shown_names, bucket)
+
     def collect(self, bucket: LiveBucket) -> None:
         """Wait for the bucket's exchange; the reduced gradients are in its flat buffer then."""
         if bucket.flight is None or bucket.flat is None:
             return
+        if listeners:
+            self._tell(StepMoment.COLLECT, bucket)
         start = now()
         with torch_private.RecordFunction(bucket.collect_name):
             result = bucket.flight.land(self.transport.watch, partial(self.moment, bucket))

@@ -49,6 +49,7 @@ from lockstep.engine.reducer import Reducer
 from lockstep.engine.states import Kind, State
 from lockstep.engine.static_graph import StaticGraph
 from lockstep.engine.union import Union
+from lockstep.observe.moments import StepMoment, listeners, reached
 from lockstep.observe.timeline import now
 
 _requires_grad = attrgetter("requires_grad")
@@ -162,6 +163,8 @@ class SyncStep:
         """The first gradient of a pass has come, from whatever feeder."""
         self.is_in_pass = True
         self._pass_start = now()
+        if listeners:
+            reached(StepMoment.BACKWARD, self.reducer.timeline.step, subject=self.reducer)
         self.syncs = self._wants_sync()
         if self.syncs and self.state is State.IDLE:
             with self.telling_peers():
@@ -367,6 +370,8 @@ class SyncStep:
         self.has_fresh_gradients = True
         self.num_windows += 1
         self.reducer.timeline.end_step()
+        if listeners:
+            reached(StepMoment.END, self.reducer.timeline.step - 1)
 
     def _note_unused(self) -> None:
         """Remember whether the set of unused parameters ever changed: whether static_graph=True could be set."""

@@ -32,6 +32,7 @@ from lockstep.engine.reducer import Reducer
 from lockstep.engine.step import SyncStep
 from lockstep.engine.union import Union
 from lockstep.engine.used import find_tensors, parameters_reached_from
+from lockstep.observe.moments import StepMoment, listeners, reached
 from lockstep.observe.timeline import Timeline, now
 from lockstep.plan import Bucket, BucketCaps, ParameterSpec, Plan
 from lockstep.settings import agreement_timeout
@@ -215,6 +216,8 @@ class Root:
         """The outermost unit of a forward is about to run."""
         self.running = unit
         self._forward_start = now()
+        if listeners and torch.is_grad_enabled():
+            reached(StepMoment.FORWARD, self.timeline.step, subject=self.teams[0].step.reducer if self.teams else None)
         self._last_order, self._this_order = self._this_order, []
         if torch.is_grad_enabled():
             self.note_forward()

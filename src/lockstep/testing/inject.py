@@ -1,9 +1,12 @@
-"""Faults at a named moment: a process that is killed, an exception, a disk that is full.
+"""Faults at a named moment: a process that is killed or stopped, an exception, a gradient that is no number.
 
-with inject.fault(Moment.FILE_SYNCED, inject.disk_full):            # the first time this moment comes
+with inject.fault(StepMoment.BACKWARD, inject.kill, step=5, rank=1):   # in a training step
+    train()
+with inject.fault(Moment.FILE_SYNCED, inject.disk_full):               # in a checkpoint
     lockstep.checkpoint.save(...)
-with inject.fault(None, inject.kill, number=17, rank=2): ...        # whichever moment is the 17th, on rank 2 only
+with inject.fault(None, inject.kill, number=17, rank=2): ...           # whichever moment of a checkpoint is the 17th
 
+The same from outside, for a program that stays as it is: see ``lockstep.testing.faults``.
 """
 
 from __future__ import annotations
@@ -12,13 +15,37 @@ import contextlib
 import errno
 import os
 import signal
+import sys
+import time
 from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from lockstep.checkpoint.moments import Moment, listeners
+from lockstep.observe import moments
+from lockstep.observe.moments import Reached, StepMoment
 
-Action = Callable[[Path], None]
+__all__ = [
+    "Fault",
+    "Fired",
+    "Moment",
+    "StepMoment",
+    "counting",
+    "delay",
+    "disk_full",
+    "fault",
+    "freeze",
+    "kill",
+    "leave",
+    "nan",
+    "raises",
+    "read_only",
+    "stop",
+]
+
+# What an action gets: the file of a checkpoint, or the moment of a step.
+Action = Callable[[Any], None]
 
 
 class Fault(Exception):
@@ -32,59 +59,152 @@ class Fired(Enum):
     FIRED = "fired"
 
 
-def kill(path: Path) -> None:
+def kill(place: object) -> None:
     """End this process at once, as ``kill -9`` does."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def raises(path: Path) -> None:
+def stop(place: object) -> None:
+    """Stop this process, as ``kill -STOP`` does: it is there, and does nothing."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def raises(place: object) -> None:
     """Raise an exception that nobody expects."""
-    raise Fault(f"injected at {path}")
+    where = f"{place.moment.value} of step {place.step}" if isinstance(place, Reached) else place
+    raise Fault(f"injected at {where}")
 
 
-def disk_full(path: Path) -> None:
+def leave(status: int) -> Action:
+    """End this process without an exception, as ``os._exit`` does."""
+
+    def leave_now(place: object) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+    return leave_now
+
+
+def delay(seconds: float) -> Action:
+    """Sleep: once it is a rank that is late, at every ``LAUNCH`` a slow link."""
+
+    def sleep(place: object) -> None:
+        time.sleep(seconds)
+
+    return sleep
+
+
+def freeze(seconds: float) -> Action:
+    """Sleep with the interpreter's lock held: no other thread of this process can run Python."""
+
+    def hold(place: object) -> None:
+        import ctypes
+
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+    return hold
+
+
+def nan(place: Reached) -> None:
+    """Make one gradient of a bucket that is about to leave not a number; at the moment ``PACKED``."""
+    flat = getattr(place.subject, "flat", None)
+    if flat is None or flat.layout.__str__() != "torch.strided" or not flat.is_floating_point():
+        raise Fault(f"nan: no dense gradients at the moment {place.moment.value!r}; use moment packed")
+    flat.view(-1)[:1].fill_(float("nan"))
+
+
+def disk_full(place: Path) -> None:
     """Raise what the operating system raises when a disk is full."""
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
 
 
-def read_only(path: Path) -> None:
+def read_only(place: Path) -> None:
     """Raise what the operating system raises on a file system that cannot be written to."""
-    raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(place))
 
 
 class Injection:
     """A fault that waits for its moment; ``num_seen`` counts the moments that have come."""
 
-    def __init__(self, moment: Moment | None, action: Action, number: int, rank: int | None) -> None:
-        self._moment, self._action, self._number, self._rank = moment, action, number, rank
+    def __init__(self, action: Action, number: int, rank: int | None, *, again: bool = False) -> None:
+        self._action, self._number, self._rank, self._again = action, number, rank, again
         self.num_seen = 0
         self.fired = Fired.NOT_YET
 
-    def __call__(self, moment: Moment, path: Path) -> None:
-        if self._moment not in (None, moment) or not self._is_here():
+    def come(self, place: object) -> None:
+        """A moment has come that this fault is for."""
+        if self._rank is not None and self._rank != int(os.environ.get("RANK", "0")):
             return
         self.num_seen += 1
-        if self.num_seen == self._number:
+        if self.num_seen == self._number or (self._again and self.num_seen > self._number):
             self.fired = Fired.FIRED
-            self._action(path)
-
-    def _is_here(self) -> bool:
-        return self._rank is None or self._rank == int(os.environ.get("RANK", "0"))
+            self._action(place)
 
 
 @contextlib.contextmanager
-def fault(moment: Moment | None, action: Action, *, number: int = 1, rank: int | None = None) -> Iterator[Injection]:
-    """Let a fault happen the ``number``-th time a moment comes (any moment for None), on one rank or on all."""
-    injection = Injection(moment, action, number, rank)
-    listeners.append(injection)
-    try:
-        yield injection
-    finally:
-        listeners.remove(injection)
+def fault(
+    moment: Moment | StepMoment | None,
+    action: Action,
+    *,
+    number: int = 1,
+    rank: int | None = None,
+    step: int | None = None,
+    bucket: int | None = None,
+    num_steps: int = 0,
+) -> Iterator[Injection]:
+    """Let a fault happen the ``number``-th time a moment comes, on one rank or on all.
+
+    Args:
+        moment: of a training step, or of a checkpoint; None is any moment of a checkpoint.
+        action: what happens, such as ``kill``; it gets the moment of the step, or the file of the checkpoint.
+        step: the first step in which it may happen, counted from 0 as checkpoints count; None for any.
+        bucket: the bucket, for moments that have one; None for any.
+        num_steps: let it happen at every such moment of this many steps; 0 is once.
+    """
+    injection = Injection(action, number, rank, again=num_steps > 0)
+    if isinstance(moment, StepMoment):
+        with _during(moments.listeners, _of_step(injection, moment, step, bucket, num_steps)):
+            yield injection
+    else:
+        if step is not None or bucket is not None or num_steps:
+            raise ValueError(f"step, bucket and num_steps are for moments of a step; moment is {moment!r}")
+        with _during(listeners, _of_checkpoint(injection, moment)):
+            yield injection
 
 
 @contextlib.contextmanager
 def counting() -> Iterator[Injection]:
-    """Count the moments that come, and let nothing happen."""
+    """Count the moments of checkpoints that come, and let nothing happen."""
     with fault(None, kill, number=-1) as injection:
         yield injection
+
+
+def _of_step(
+    injection: Injection, moment: StepMoment, step: int | None, bucket: int | None, num_steps: int
+) -> moments.Listener:
+    def listen(reached: Reached) -> None:
+        if reached.moment is not moment or bucket not in (None, reached.bucket):
+            return
+        if step is not None and not step <= reached.step < step + max(1, num_steps):
+            return
+        injection.come(reached)
+
+    return listen
+
+
+def _of_checkpoint(injection: Injection, moment: Moment | None) -> Callable[[Moment, Path], None]:
+    def listen(reached: Moment, path: Path) -> None:
+        if moment in (None, reached):
+            injection.come(path)
+
+    return listen
+
+
+@contextlib.contextmanager
+def _during(those: list[Any], listener: Any) -> Iterator[None]:
+    those.append(listener)
+    try:
+        yield
+    finally:
+        those.remove(listener)

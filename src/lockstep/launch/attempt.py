@@ -1,0 +1,298 @@
+"""One attempt: start the ranks, watch them until they end or one fails, hear the others out, end what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+from lockstep.launch import processes
+from lockstep.launch.arrivals import Arrivals
+from lockstep.launch.cause import Cause, find_cause, named_peers
+from lockstep.launch.facts import Ending, RankFacts, signal_name
+from lockstep.launch.inside import STACK_SIGNAL, stack_path
+from lockstep.launch.page import Place, page_path, read_place
+from lockstep.launch.signals import Signals
+from lockstep.launch.spawn import CannotStart, Program, Started, mark_of, start
+from lockstep.launch.store import HostedStore
+from lockstep.launch.words import read_words
+
+_LOOK_SECONDS = 0.2  # how long to sleep at most; the end of a rank wakes at once
+_LAST_WORDS_SECONDS = 3.0  # for survivors of a failure to notice it and to say where they were
+_STACK_SECONDS = 0.5
+_STOPPED_SECONDS = 5.0  # a rank that is stopped for longer is worth a line
+_KILLED_SECONDS = 10.0  # a process that SIGKILL does not end by then is stuck in the kernel
+
+
+class Outcome(Enum):
+    """How an attempt ended."""
+
+    DONE = "done"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+@dataclass
+class Limits:
+    """How long the launcher waits, in seconds; 0 switches ``start`` off."""
+
+    grace: float = 5.0
+    start: float = 600.0
+
+
+@dataclass
+class Ended:
+    """An attempt that is over."""
+
+    number: int
+    outcome: Outcome
+    cause: Cause
+    seconds: float
+    ranks: list[RankFacts] = field(default_factory=list)
+    signal: int = 0
+
+    @property
+    def step(self) -> int:
+        """The furthest step that a rank was seen in; -1 for none."""
+        return max((facts.place.step for facts in self.ranks), default=-1)
+
+
+class Attempt:
+    """The ranks of one attempt, from their start to their end."""
+
+    def __init__(
+        self, program: Program, number: int, folder: Path, signals: Signals, limits: Limits, port: int
+    ) -> None:
+        self._program, self._number, self._folder = program, number, folder
+        self._signals, self._limits = signals, limits
+        self._store = HostedStore(port)
+        self._poll = select.poll()
+        self._pidfds: dict[int, int] = {}
+        self._ranks: list[RankFacts] = []
+        self._oom_before: dict[int, dict[str, int]] = {}
+        self._started: Started | None = None
+        self._stopped_since: dict[int, float] = {}
+        self._arrivals = Arrivals(limits.start, say)
+
+    def run(self) -> Ended:
+        """Run it to its end; nothing of it is left then."""
+        began = time.monotonic()
+        try:
+            cause = self._watch() if self._start() else None
+            stopped_by = self._signals.received[0] if self._signals.received else 0
+            if stopped_by:
+                cause = Cause(None, f"stopped by {signal_name(stopped_by)}", exit_code=-stopped_by)
+            elif self._is_done:
+                cause = Cause(None, "all ranks ended well", exit_code=0)
+            elif cause is None:
+                self._hear_survivors()
+            if not self._is_done:
+                self._take_stacks()
+                self._end_ranks()
+            self._read_all()
+            if cause is None:
+                cause = find_cause(self._ranks)
+        finally:
+            self._end_at_once()
+            self._store.close()
+            if self._started is not None:
+                self._started.close()
+            for handle in self._pidfds.values():
+                os.close(handle)
+        outcome = Outcome.STOPPED if stopped_by else Outcome.DONE if self._is_done else Outcome.FAILED
+        return Ended(self._number, outcome, cause, time.monotonic() - began, self._ranks, stopped_by)
+
+    @property
+    def _is_done(self) -> bool:
+        return all(facts.ending is Ending.DONE for facts in self._ranks) and bool(self._ranks)
+
+    @property
+    def _running(self) -> list[RankFacts]:
+        return [facts for facts in self._ranks if facts.is_running]
+
+    # ---------------------------------------------------------------- start and watch
+
+    def _start(self) -> bool:
+        try:
+            self._started = start(self._program, self._store, self._number, self._folder)
+        except SignalException as error:  # torch's starter has handlers of its own while it starts
+            self._signals.received.append(int(error.sigval))
+            return False
+        except OSError as error:
+            raise CannotStart(f"the ranks cannot be started: {error}") from error
+        finally:
+            self._signals.listen()
+        for rank, process in self._started.processes.items():
+            self._ranks.append(RankFacts(rank, process.pid, self._started.host))
+            self._oom_before[rank] = processes.num_oom_kills(process.pid)
+            with contextlib.suppress(OSError, AttributeError):  # without it, looking now and then does
+                self._pidfds[rank] = os.pidfd_open(process.pid)
+                self._poll.register(self._pidfds[rank], select.POLLIN)
+        return True
+
+    def _watch(self) -> Cause | None:
+        """Wait until all ranks have ended, one has failed, or a signal came; a cause where the launcher found one."""
+        next_look = 0.0
+        while not self._signals.received:
+            if not self._running or any(facts.ending is Ending.FAILED for facts in self._ranks):
+                return None
+            self._sleep(_LOOK_SECONDS)
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + 1.0
+                self._look_for_stopped()
+                places = {facts.rank: self._place(facts) for facts in self._ranks}
+                cause = self._arrivals.look(places, {facts.rank: facts.pid for facts in self._running})
+                if cause is not None:
+                    return cause
+        return None
+
+    def _sleep(self, seconds: float) -> None:
+        """Sleep until a rank ends, at most this long; and note who has ended."""
+        if self._pidfds:
+            self._poll.poll(max(1, int(1000 * seconds)))
+        else:
+            time.sleep(min(seconds, 0.05))
+        if self._signals.wants_pause:
+            self._signals.wants_pause = False
+            self._pause()
+        self._note_ended()
+
+    def _pause(self) -> None:
+        """Stop all ranks and this process, until it is continued."""
+        paused = [facts.pid for facts in self._running if not processes.is_stopped(facts.pid)]
+        for pid in paused:
+            processes.send(pid, signal.SIGSTOP, to_session=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        for pid in paused:
+            processes.send(pid, signal.SIGCONT, to_session=True)
+
+    def _note_ended(self) -> None:
+        assert self._started is not None
+        now = time.time()
+        for facts in self._running:
+            code = self._started.processes[facts.rank].poll()
+            if code is None:
+                continue
+            facts.exit_code, facts.ended_at = code, now
+            if facts.ending is Ending.RUNNING:
+                facts.ending = Ending.DONE if code == 0 else Ending.FAILED
+            if facts.rank in self._pidfds:
+                handle = self._pidfds.pop(facts.rank)
+                self._poll.unregister(handle)
+                os.close(handle)
+
+    def _look_for_stopped(self) -> None:
+        stopped = [facts for facts in self._running if processes.is_stopped(facts.pid)]
+        if len(stopped) == len(self._running):
+            self._stopped_since.clear()  # all of them: someone suspended the job, or the machine
+            return
+        for facts in self._running:
+            if facts not in stopped:
+                self._stopped_since.pop(facts.rank, None)
+            elif facts.rank not in self._stopped_since:
+                self._stopped_since[facts.rank] = time.monotonic()
+            elif 0 < self._stopped_since[facts.rank] <= time.monotonic() - _STOPPED_SECONDS:
+                self._stopped_since[facts.rank] = -1.0  # told
+                say(
+                    f"rank {facts.rank} (pid {facts.pid}) is stopped, and the others wait for it; "
+                    f"kill -CONT {facts.pid} lets it go on"
+                )
+
+    # ---------------------------------------------------------------- end
+
+    def _hear_survivors(self) -> None:
+        """Let those that lost a peer say so; they know in which bucket they missed it."""
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        while self._running and time.monotonic() < deadline and not self._signals.received:
+            if all(processes.is_stopped(facts.pid) for facts in self._running):
+                return
+            self._sleep(_LOOK_SECONDS)
+
+    def _take_stacks(self) -> None:
+        """Ask the ranks that are left where they are in their program."""
+        asked = []
+        for facts in self._running:
+            facts.was_stopped = processes.is_stopped(facts.pid)
+            # Before it has said anything it has no handler, and the signal would end it.
+            if STACK_SIGNAL and not facts.was_stopped and self._place(facts).time:
+                processes.send(facts.pid, STACK_SIGNAL, to_session=False)
+                asked.append(facts)
+        deadline = time.monotonic() + _STACK_SECONDS
+        while time.monotonic() < deadline and not all(self._has_stack(facts) for facts in asked):
+            time.sleep(0.02)
+
+    def _has_stack(self, facts: RankFacts) -> bool:
+        with contextlib.suppress(OSError):
+            return stack_path(self._folder, facts.rank).stat().st_size > 0 or not facts.is_running
+        return True
+
+    def _end_ranks(self) -> None:
+        """SIGTERM, then SIGKILL; at once for a rank that is stopped or that its peers declared late."""
+        self._read_all()
+        hung = {rank for facts in self._ranks if facts.ending is Ending.FAILED for rank in named_peers(facts)}
+        for facts in self._running:
+            facts.ending = Ending.ENDED_BY_LAUNCHER
+            at_once = facts.was_stopped or facts.rank in hung
+            processes.send(facts.pid, signal.SIGKILL if at_once else signal.SIGTERM, to_session=True)
+        deadline = time.monotonic() + self._limits.grace
+        num_signals = len(self._signals.received)
+        while self._running and time.monotonic() < deadline and len(self._signals.received) == num_signals:
+            for facts in self._running:  # one that was stopped only now does not hear SIGTERM
+                if processes.is_stopped(facts.pid):
+                    processes.send(facts.pid, signal.SIGKILL, to_session=True)
+            self._sleep(_LOOK_SECONDS)
+
+    def _end_at_once(self) -> None:
+        """Kill what is left of the ranks, and of what they started, unless all ended well."""
+        if self._started is None:
+            processes.kill_marked(mark_of(self._folder))
+            return
+        if self._is_done:
+            return
+        deadline = time.monotonic() + _KILLED_SECONDS
+        while time.monotonic() < deadline:
+            for facts in self._running:
+                if facts.ending is Ending.RUNNING:
+                    facts.ending = Ending.ENDED_BY_LAUNCHER
+                processes.send(facts.pid, signal.SIGKILL, to_session=True)
+            left = processes.kill_marked(mark_of(self._folder))
+            self._note_ended()
+            if not self._running and not left:
+                return
+            time.sleep(0.02)
+        say(f"processes {[facts.pid for facts in self._running]} do not end; they are stuck in the kernel")
+
+    # ---------------------------------------------------------------- what is known
+
+    def _place(self, facts: RankFacts) -> Place:
+        place = read_place(page_path(self._folder, facts.rank))
+        return place if place.pid == facts.pid else Place()
+
+    def _read_all(self) -> None:
+        for facts in self._ranks:
+            facts.place = self._place(facts)
+            facts.words = read_words(self._folder, facts.rank)
+            with contextlib.suppress(OSError):
+                facts.stack = stack_path(self._folder, facts.rank).read_text(errors="replace")
+            if facts.exit_code == -signal.SIGKILL and facts.ending is Ending.FAILED:
+                facts.out_of_memory = self._limit_reached(facts)
+
+    def _limit_reached(self, facts: RankFacts) -> str:
+        before = self._oom_before.get(facts.rank, {})
+        for limit, count in processes.num_oom_kills().items():
+            if count > before.get(limit, count):
+                return limit
+        return ""
+
+
+def say(text: str) -> None:
+    """A line of the launcher's, between those of the ranks."""
+    print(f"lockstep run: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,111 @@
+"""Ranks that never come to the process group, and processes that claim the same one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from launch.jobs import RUN, report, summary
+from launching import run_command, write_script
+from lockstep.launch.arrivals import Arrivals
+from lockstep.launch.page import Place
+
+
+@pytest.mark.multirank
+def test_a_rank_that_never_comes_is_named_with_its_stack(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path / "train.py",
+        """
+        import os, time
+        import torch.distributed as dist
+
+        def read_a_very_large_file():
+            time.sleep(600)
+
+        if os.environ["RANK"] == "1":
+            read_a_very_large_file()
+        dist.init_process_group()
+        """,
+    )
+    words = [*RUN, "--nproc", "2", "--start-timeout", "2", "--report-dir", tmp_path / "reports"]
+    done = run_command([*words, script])
+    assert done.exit_code == 1, done
+    assert re.search(
+        r"FAILED: rank\(s\) 0 waited 2 s in init_process_group for rank 1 \(pid \d+\), which is before joining",
+        summary(done),
+    )
+    (attempt,) = report(tmp_path)["attempts"]
+    assert attempt["rank"] == 1
+    assert "read_a_very_large_file" in attempt["ranks"][1]["stack"]
+
+
+@pytest.mark.multirank
+def test_two_processes_that_say_they_are_the_same_rank_are_named(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path / "train.py",
+        """
+        import os
+        import torch.distributed as dist
+        dist.init_process_group(rank=min(1, int(os.environ["RANK"])), world_size=3)
+        """,
+    )
+    done = run_command([*RUN, "--nproc", "3", "--report-dir", tmp_path / "reports", script])
+    assert done.exit_code == 1, done
+    assert re.search(
+        r"duplicate rank: pid \d+ \(started as rank 1\) and pid \d+ \(started as rank 2\) both say they are rank 1",
+        summary(done),
+    )
+
+
+def place(rank: int, world: int, moment: str = "joining", patience: float = 0.0) -> Place:
+    return Place(pid=100 + rank, rank=rank, world=world, patience=patience, moment=moment, time=1.0)
+
+
+def test_nobody_is_missed_while_all_are_on_their_way() -> None:
+    arrivals = Arrivals(0.0001)
+    assert arrivals.look({0: Place(), 1: Place()}, {0: 100, 1: 101}) is None
+    assert arrivals.look({0: place(0, 2), 1: place(1, 2)}, {0: 100, 1: 101}) is None
+    assert arrivals.look({0: place(0, 2), 1: place(1, 2, "forward")}, {0: 100, 1: 101}) is None
+
+
+def test_a_world_larger_than_what_was_started_is_told() -> None:
+    arrivals = Arrivals(1e-9)
+    places = {0: place(0, 3), 1: place(1, 3)}
+    arrivals.look(places, {0: 100, 1: 101})
+    cause = arrivals.look(places, {0: 100, 1: 101})
+    assert cause is not None
+    assert "rank 2, which was not started here (WORLD_SIZE says 3)" in cause.text
+
+
+def test_zero_switches_the_limit_off_and_not_the_duplicates() -> None:
+    arrivals = Arrivals(0)
+    assert arrivals.look({0: place(0, 2), 1: Place()}, {0: 100, 1: 101}) is None
+    assert arrivals.look({0: place(0, 2), 1: place(0, 2)}, {0: 100, 1: 101}) is not None
+
+
+def test_a_rank_that_has_ended_is_told_as_that() -> None:
+    arrivals = Arrivals(1e-9)
+    places = {0: place(0, 2), 1: Place()}
+    arrivals.look(places, {0: 100})
+    cause = arrivals.look(places, {0: 100})
+    assert cause is not None
+    assert "rank 1, which has ended" in cause.text
+
+
+def test_the_programs_own_patience_counts_if_it_is_longer() -> None:
+    arrivals = Arrivals(1e-9)
+    places = {0: place(0, 2, patience=3600.0), 1: Place()}
+    for _ in range(2):
+        assert arrivals.look(places, {0: 100, 1: 101}) is None
+
+
+def test_a_long_wait_is_told_once_before_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("lockstep.launch.arrivals._TELL_AFTER_SECONDS", 0.0)
+    arrivals = Arrivals(3600, told.append)
+    for _ in range(3):
+        assert arrivals.look({0: place(0, 2), 1: Place()}, {0: 100, 1: 101}) is None
+    assert len(told) == 1
+    assert "in init_process_group for rank 1 (pid 101), which is not started" in told[0]

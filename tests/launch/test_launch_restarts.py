@@ -1,0 +1,87 @@
+"""Restarts: each attempt clean, a table at the end, and no fourth try of a step that failed three times."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from launch.jobs import RUN, report, train_script
+from launching import Finished, run_command, write_script
+
+pytestmark = pytest.mark.multirank
+
+# Goes on from the step where the attempt before was killed, so that every attempt comes one step further.
+RESUMING = """
+    import os, sys
+    import torch
+    import torch.distributed as dist
+    import lockstep
+    from torch.nn.parallel import DistributedDataParallel
+
+    num_steps, folder = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group()
+    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    loaded = lockstep.checkpoint.load(folder, model, missing_ok=True)
+    first = loaded.step if loaded else 0
+    for step in range(first, num_steps):
+        model(torch.ones(2, 4)).sum().backward()
+        lockstep.checkpoint.save(folder, model, step=step + 1, keep=2, asynchronous=False)
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.write(f"rank {os.environ['RANK']} did {num_steps} steps\\n")
+"""
+
+
+def resuming(folder: Path, num_restarts: int) -> Finished:
+    script = write_script(folder / "train.py", RESUMING)
+    faults = [f"kill:rank={n % 2},step={n + 1},moment=backward,attempt={n}" for n in range(num_restarts)]
+    words = [*RUN, "--nproc", "2", "--report-dir", folder / "reports", "--max-restarts", str(num_restarts)]
+    words += ["--inject", ";".join(faults)]
+    return run_command([*words, script, str(num_restarts + 2), folder / "checkpoints"], limit_s=3000)
+
+
+def check(done: Finished, folder: Path, num_restarts: int) -> None:
+    assert done.exit_code == 0, done
+    assert sorted(done.lines) == [f"rank {rank} did {num_restarts + 2} steps" for rank in (0, 1)]
+    rows = re.findall(r"^  (\d+) +([\d-]) +([\d-]+) +([\d.]+) +(.*)$", done.errors, re.M)
+    assert [int(row[0]) for row in rows] == list(range(num_restarts + 1))
+    for number, (_, rank, step, _, cause) in enumerate(rows[:-1]):
+        assert (int(rank), int(step)) == (number % 2, number + 1)
+        assert "was killed by SIGKILL" in cause
+    assert rows[-1][4] == "all ranks ended well"
+    attempts = report(folder)["attempts"]
+    assert [attempt["outcome"] for attempt in attempts] == ["failed"] * num_restarts + ["done"]
+
+
+def test_three_restarts_each_from_where_the_last_one_ended(tmp_path: Path) -> None:
+    check(resuming(tmp_path, 3), tmp_path, 3)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_fifty_restarts(tmp_path: Path) -> None:
+    check(resuming(tmp_path, 50), tmp_path, 50)
+
+
+def test_the_same_step_is_not_tried_a_fourth_time(tmp_path: Path) -> None:
+    words = [*RUN, "--nproc", "2", "--report-dir", tmp_path / "reports", "--max-restarts", "9"]
+    fault = ["--inject", "raise:rank=1,step=4,attempt=any"]
+    done = run_command([*words, *fault, train_script(tmp_path), "20", "0.01", tmp_path], limit_s=500)
+    assert done.exit_code == 1
+    assert "step 4 failed 3 times; it is not tried again" in done.errors
+    attempts = report(tmp_path)["attempts"]
+    assert [attempt["step_reached"] for attempt in attempts] == [4, 4, 4]
+    assert all(
+        attempt["rank"] == 1 and "Fault: injected at backward of step 4" in attempt["cause"] for attempt in attempts
+    )
+
+
+def test_a_program_without_steps_gets_all_its_restarts(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path / "train.py", "import os, sys\nprint(os.environ['TORCHELASTIC_RESTART_COUNT'])\nsys.exit(9)\n"
+    )
+    done = run_command([*RUN, "--report-dir", tmp_path / "reports", "--max-restarts", "4", script])
+    assert done.exit_code == 9
+    assert done.lines == ["0", "1", "2", "3", "4"]
