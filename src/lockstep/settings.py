@@ -18,6 +18,8 @@ __all__ = [
     "backend",
     "check",
     "compile_timeout",
+    "heartbeat_timeout",
+    "late_timeout",
     "stall_seconds",
 ]
 
@@ -62,6 +64,20 @@ STALL_SECONDS = Setting(
     "10",
     "seconds after which a waiting rank says who is late; the pause doubles with each message",
 )
+HEARTBEAT_TIMEOUT = Setting(
+    "LOCKSTEP_HEARTBEAT_TIMEOUT",
+    "60",
+    "seconds without a sign of life from a rank that is waited for, or from the store, after which it is an error; 0: "
+    "never",
+    may_be_zero=True,
+)
+LATE_TIMEOUT = Setting(
+    "LOCKSTEP_LATE_TIMEOUT",
+    "0",
+    "seconds to wait for a rank that is alive but has not arrived, where the wrapper is not given `late_timeout=`; 0: "
+    "the process group's timeout",
+    may_be_zero=True,
+)
 COMPILE_TIMEOUT = Setting(
     "LOCKSTEP_COMPILE_TIMEOUT",
     "300",
@@ -74,7 +90,7 @@ BACKEND = Setting(
     "a GPU, else to gloo",
 )
 
-SETTINGS = (AGREEMENT_TIMEOUT, STALL_SECONDS, COMPILE_TIMEOUT, BACKEND)
+SETTINGS = (AGREEMENT_TIMEOUT, STALL_SECONDS, HEARTBEAT_TIMEOUT, LATE_TIMEOUT, COMPILE_TIMEOUT, BACKEND)
 
 
 def check(environment: Mapping[str, str]) -> None:
@@ -90,6 +106,14 @@ def agreement_timeout() -> float:
 
 def stall_seconds() -> float:
     return STALL_SECONDS.seconds()
+
+
+def heartbeat_timeout() -> float:
+    return HEARTBEAT_TIMEOUT.seconds()
+
+
+def late_timeout() -> float:
+    return LATE_TIMEOUT.seconds()
 
 
 def compile_timeout() -> float:

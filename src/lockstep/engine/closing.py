@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from lockstep import errors
+from lockstep.agree.beat import Place
 from lockstep.agree.stamp import Stamp
 from lockstep.engine.bucket import LiveBucket, Slot
 from lockstep.engine.states import Kind
@@ -47,6 +48,7 @@ class Closing:
             reducer.transport, self._stamp, bits, used, self._moment, self._step.updates_itself
         )
         self.used_counts = self.used_counts if counts is None else counts
+        reducer.transport.watch.require_wanted(self._moment)
         return bits
 
     def _own_bits(self) -> int:
@@ -68,15 +70,17 @@ class Closing:
             raise errors.late_gradient(_names_of(self._step.intake.remainders), rank=reducer.rank, hook="")
         return 0
 
-    def _moment(self) -> str:
+    def _moment(self) -> Place:
         """What ranks that compare wait for: mostly for a peer that has not sent a bucket yet."""
         reducer = self._step.reducer
         under_way = [bucket for bucket in reducer.buckets if bucket.flight is not None]
         for bucket in under_way:
             if not bucket.flight.is_done():
                 return reducer.moment(bucket)
-        end = f"the comparison of ranks at the end of step {reducer.timeline.step}"
-        return f"{end}, after {reducer.moment(under_way[-1])}" if under_way else end
+        step = reducer.timeline.step
+        end = f"the comparison of ranks at the end of step {step}"
+        after = f", after {reducer.moment(under_way[-1])}" if under_way else ""
+        return Place(end + after, step, len(reducer.buckets))
 
     def _stamp(self) -> Stamp:
         step = self._step

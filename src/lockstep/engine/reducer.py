@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lockstep import errors, torch_private
+from lockstep.agree.beat import Place
 from lockstep.engine.bucket import LiveBucket, Slot
 from lockstep.engine.exchange import CommHook, Exchange, HookExchange, MeanExchange
 from lockstep.engine.grad_memory import _NOTHING, GradMemory
@@ -145,9 +146,12 @@ class Reducer:
 
     # ---------------------------------------------------------------- collect
 
-    def moment(self, bucket: LiveBucket) -> str:
+    def moment(self, bucket: LiveBucket) -> Place:
         """How messages name this bucket's reduction."""
-        return f"the reduction of bucket {bucket.index} ({bucket.shown_names}) in step {self.timeline.step}"
+        step = self.timeline.step
+        return Place(
+            f"the reduction of bucket {bucket.index} ({bucket.shown_names}) in step {step}", step, bucket.index
+        )
 
     def collect(self, bucket: LiveBucket) -> None:
         """Wait for the bucket's exchange; the reduced gradients are in its flat buffer then."""

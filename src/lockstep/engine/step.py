@@ -31,6 +31,7 @@ queues the callback in the outermost pass instead, whose end marks the rest as u
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -101,6 +102,18 @@ class SyncStep:
         self._forget_window()
         self.forget_pass()
         lane.enter(self)
+        self.report_progress()
+
+    def report_progress(self) -> None:
+        """Let the watch say which step this rank is in, to those who wait for it."""
+        me = weakref.ref(self)
+        watch = self.reducer.transport.watch
+        watch.progress = lambda: "" if (step := me()) is None else step.progress()
+
+    def progress(self) -> str:
+        """Where this rank is, in a few words."""
+        step = self.reducer.timeline.step
+        return f"after {step} steps" if self.state is State.IDLE else f"in step {step}"
 
     # ---------------------------------------------------------------- the plan
 
@@ -367,6 +380,7 @@ class SyncStep:
         self.has_fresh_gradients = True
         self.num_windows += 1
         self.reducer.timeline.end_step()
+        self.reducer.transport.watch.forget_handled_failure()
 
     def _note_unused(self) -> None:
         """Remember whether the set of unused parameters ever changed: whether static_graph=True could be set."""
