@@ -142,7 +142,7 @@ def words_of(error: BaseException, rank: int) -> Words:
 
 
 def where_now() -> str:
-    """The innermost line of the program that the main thread is in, outside of this package, torch and the standard library."""
+    """The innermost line of the program itself (not of this package, torch or Python) that the main thread is in."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     innermost = frame
     while frame is not None:

@@ -22,6 +22,7 @@ from lockstep.agree.pulse import Pulse, pulse_of_this_process
 from lockstep.errors import PeerLate, StoreSilent
 
 _SLICE_SECONDS = 1.0
+_LOOK_SECONDS = 0.4  # how long the thread of the line looks for keys before it sees to other things
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 _wrap_counters: dict[str, count[int]] = {}
 T = TypeVar("T")
@@ -67,10 +68,14 @@ class Board:
             return function(self._store)
         return self.pulse.line.ask(function, seconds or settings.heartbeat_timeout() or 600.0)
 
-    def post(self, key: str, value: str, seconds: float | None = None) -> None:
+    def post(self, key: str, value: str, *, waits: bool = True) -> None:
+        """Post a value; without ``waits`` it is only on its way, but before everything else that this board does."""
         full = self._full(key)
         self._posted.add(full)
-        self._do(lambda store: store.set(full, value), seconds)
+        if waits or self.pulse is None:
+            self._do(lambda store: store.set(full, value))
+        else:
+            self.pulse.line.tell(lambda store: store.set(full, value))
 
     def post_first(self, key: str, value: str, seconds: float | None = None) -> str:
         """Post ``value`` unless the key is taken; returns what stands there."""
@@ -84,6 +89,14 @@ class Board:
         if self.pulse is None and not hasattr(self._store, "compare_set"):
             return self._store.get(full).decode() or None if self._store.check([full]) else None
         return self._do(lambda store: read(store, full), seconds)
+
+    def read_all(self, keys: Iterable[str]) -> list[str | None]:
+        """The values of several keys."""
+        names = list(keys)
+        if self.pulse is None:
+            return [self.read(key) for key in names]
+        full = [self._full(key) for key in names]
+        return self._do(lambda store: [read(store, name) for name in full])
 
     def count(self, key: str) -> int:
         """How many times this was called for ``key``, by whichever rank."""
@@ -112,7 +125,7 @@ class Board:
     ) -> dict[int, str]:
         """Every rank posts its value; all ranks return all of them."""
         deadline = monotonic() + timeout_seconds
-        self.post(f"{key}/{self.rank}", mine, timeout_seconds)
+        self.post(f"{key}/{self.rank}", mine, waits=False)
         keys = {f"{key}/{rank}": rank for rank in range(self.world)}
         missing = self.wait_for(keys, deadline, on_slice)
         if missing:
@@ -122,12 +135,12 @@ class Board:
                 f"{self.silence_told()}",
                 late,
             )
-        return {rank: self.read(name) or "" for name, rank in keys.items()}
+        return {rank: text or "" for rank, text in enumerate(self.read_all(keys))}
 
     def from_rank_zero(self, key: str, mine: str, timeout_seconds: float = 60.0) -> str:
         """Rank 0 posts its value; all ranks return that one."""
         if self.rank == 0:
-            self.post(key, mine)
+            self.post(key, mine, waits=False)
             return mine
         if self.wait_for([key], monotonic() + timeout_seconds):
             raise PeerLate(
@@ -147,7 +160,7 @@ class Board:
         ``on_slice`` is called about every second.
         """
         missing = list(keys)
-        pause, next_slice = _FIRST_PAUSE, monotonic() + _SLICE_SECONDS
+        next_slice = monotonic() + _SLICE_SECONDS
         while True:
             missing = self._missing(missing, deadline)
             if not missing or monotonic() >= deadline:
@@ -157,15 +170,21 @@ class Board:
                 for look in (self.on_slice, on_slice):
                     if look is not None:
                         look()
-            sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _missing(self, keys: list[str], deadline: float) -> list[str]:
         """Which of ``keys`` were not posted yet; all of them where the store is silent."""
-        full = [self._full(key) for key in keys]
+        full = {key: self._full(key) for key in keys}
+        line = None if self.pulse is None else self.pulse.line
+        enough = min(deadline, monotonic() + _LOOK_SECONDS)
 
         def look(store: Any) -> list[str]:
-            return [key for key, name in zip(keys, full, strict=True) if not store.check([name])]
+            missing, pause = keys, _FIRST_PAUSE
+            while True:
+                missing = [key for key in missing if not store.check([full[key]])]
+                if not missing or monotonic() + pause >= enough or (line is not None and line.is_wanted):
+                    return missing
+                sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
 
         try:
             return self._do(look, max(0.01, min(_SLICE_SECONDS, deadline - monotonic())))

@@ -84,6 +84,8 @@ class Line:
             raise StoreSilent("A forked child does not speak to the store of its parent.")
         if threading.current_thread() is self._thread:
             raise RuntimeError("the thread of the line cannot wait for itself")
+        if not self._thread.is_alive():
+            raise StoreSilent("The line to the store is closed.")
         job = _Job(function)
         self._shared.jobs.put(job)
         deadline = monotonic() + seconds
@@ -95,6 +97,17 @@ class Line:
             raise job.error
         result: T = job.result
         return result
+
+    def close(self, seconds: float) -> None:
+        """End the thread, at the end of the process: one that came back from the store after it would abort it."""
+        if self.is_ours:
+            self._shared.jobs.put(None)
+            self._thread.join(seconds)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether someone waits for the thread; what takes long in it should come to an end."""
+        return not self._shared.jobs.empty()
 
     def tell(self, function: Callable[[Any], object]) -> None:
         """Let ``function`` be done some time, and wait for nothing."""

@@ -7,7 +7,9 @@ Nothing of this happens in a training step; it is a thread's work, a few store c
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import os
 import threading
 import weakref
@@ -22,6 +24,8 @@ from lockstep.agree.line import Line, read
 from lockstep.errors import StoreSilent
 
 _ANSWER_SECONDS = 0.5  # how long a rank that waits lets itself be held up by a look at the others
+
+_CLOSING_SECONDS = 1.0
 
 
 class _Self:
@@ -217,6 +221,8 @@ def _remove(line: Line, key: str) -> None:
 
 
 _pulses: weakref.WeakValueDictionary[tuple[int, int], Pulse] = weakref.WeakValueDictionary()
+# A process has a pulse as long as its group lives, whether a model is wrapped just then or not.
+_kept: weakref.WeakKeyDictionary[Any, Pulse] = weakref.WeakKeyDictionary()
 _making = threading.Lock()
 # Called for each pulse that is made; last_words.py sets it, since a process that has peers has them to tell.
 on_new_pulse: Callable[[], None] | None = None
@@ -234,10 +240,17 @@ def pulse_of_this_process() -> Pulse | None:
         key = (id(store), group.rank())  # ranks may be threads
         pulse = _pulses.get(key)
         if pulse is None or not pulse.line.is_ours:
-            pulse = _pulses[key] = Pulse(store, group.rank(), group.size())
+            pulse = _pulses[key] = _kept[group] = Pulse(store, group.rank(), group.size())
+            _close_at_exit()
             if on_new_pulse is not None:
                 on_new_pulse()
     return pulse
+
+
+@functools.cache
+def _close_at_exit() -> None:
+    """Registered before the goodbye of last_words.py, and so called after it."""
+    atexit.register(lambda: [pulse.line.close(_CLOSING_SECONDS) for pulse in living_pulses()])
 
 
 def living_pulses() -> list[Pulse]:
