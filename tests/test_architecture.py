@@ -149,6 +149,7 @@ def test_the_constructor_is_frozen() -> None:
         "*overlap=None",
         "*check='step'",
         "*late_timeout=None",
+        "*nonfinite='warn'",
     ]
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "LateGradient",
     "LockstepError",
     "NoCheckpoint",
+    "NonFinite",
     "PeerFailed",
     "PeerLate",
     "PeerLost",
@@ -68,6 +69,15 @@ class PeerLost(PeerFailed):
 
 class StoreSilent(PeerLate):
     """The store through which ranks find each other did not answer in time."""
+
+
+class NonFinite(LockstepError):
+    """Gradients were NaN or Inf.  ``ranks`` says where, ``parameters`` in which gradients, as far as it is known."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = (), parameters: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.parameters = tuple(parameters)
 
 
 class UnfinishedReduction(LockstepError):

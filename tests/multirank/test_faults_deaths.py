@@ -1,4 +1,4 @@
-"""Ranks that are killed, raise or end: named by the others with process and step, in their own words where they left any."""
+"""Ranks that are killed, raise or end: named by the others, with process and step, and in their own words."""
 
 from __future__ import annotations
 

@@ -250,7 +250,12 @@ def pulse_of_this_process() -> Pulse | None:
 @functools.cache
 def _close_at_exit() -> None:
     """Registered before the goodbye of last_words.py, and so called after it."""
-    atexit.register(lambda: [pulse.line.close(_CLOSING_SECONDS) for pulse in living_pulses()])
+    atexit.register(_close_lines)
+
+
+def _close_lines() -> None:
+    for pulse in living_pulses():
+        pulse.line.close(_CLOSING_SECONDS)
 
 
 def living_pulses() -> list[Pulse]:

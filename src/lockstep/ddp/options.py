@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.engine.grad_memory import GradOwnership
+from lockstep.engine.nonfinite import Policy
 from lockstep.engine.union import Check
 from lockstep.graph.backend import STRATEGIES
 from lockstep.plan import BucketCaps, Plan
@@ -56,6 +57,7 @@ class Options:
     overlap: Overlap | None
     check: Check
     late_timeout: float | None
+    nonfinite: Policy
 
     def __post_init__(self) -> None:
         self._check_words()
@@ -83,6 +85,8 @@ class Options:
             raise ValueError(f'bucket_order must be "declared" or "observed", got {self.bucket_order!r}.')
         if self.check not in get_args(Check):
             raise ValueError(f'check must be "step", "collective" or "off", got {self.check!r}.')
+        if self.nonfinite not in get_args(Policy):
+            raise ValueError(f'nonfinite must be "warn", "raise", "skip" or "ignore", got {self.nonfinite!r}.')
         if self.overlap not in (None, *STRATEGIES):
             raise ValueError(f"overlap must be one of {', '.join(STRATEGIES)} or None, got {self.overlap!r}.")
 
@@ -187,6 +191,7 @@ class Options:
             "bucket_order": self.bucket_order,
             "overlap": self.overlap,
             "check": self.check,
+            "nonfinite": self.nonfinite,
             "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
             "mixed_precision": self.mixed_precision,
             "delay_all_reduce_named_params": self.delayed_names,

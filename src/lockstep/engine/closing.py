@@ -12,6 +12,7 @@ from lockstep.agree.stamp import Stamp
 from lockstep.engine.bucket import LiveBucket, Slot
 from lockstep.engine.states import Kind
 from lockstep.engine.union import Union
+from lockstep.observe.timeline import now
 
 if TYPE_CHECKING:
     from lockstep.engine.step import SyncStep
@@ -25,14 +26,22 @@ class Closing:
         self.union = union
         self.used_counts: list[int] | None = None  # on how many ranks each parameter was used
         self.is_collecting = False
+        self._waited_before = 0.0  # in the window before this one
+        self._marks: Sequence[int] = ()  # what ranks saw in their gradients, see nonfinite.py
 
     def close(self) -> None:
         """Compare with the other ranks, collect everything, hand it out."""
+        reducer = self._step.reducer
         bits = self._unite()
         if self._step.kind is Kind.FOLLOW_UP:
             self._reduce_reached(bits)
         else:
             self._collect_all(self._remaining(bits))
+        self._waited_before = reducer.timeline.waited_seconds
+        if any(self._marks):
+            reducer.finiteness.judge(self._marks, reducer.rank, reducer.timeline.step, reducer.buckets)
+            if self._step.intake.context_gradients is None:
+                reducer.finiteness.drop(reducer.slots)
 
     # ---------------------------------------------------------------- what ranks tell each other
 
@@ -41,12 +50,19 @@ class Closing:
         reducer = self._step.reducer
         bits = self._own_bits()
         used = self.local_used_counts() if self._asks_for_used() else None
+        waited_us = int(1e6 * self._waited_before)
+        mark = reducer.finiteness.mark(self._step.num_windows)
         if self.union.control is None:
+            self._marks = [mark]
             return self._unite_alone(bits, used)
         reducer.land_unordered()
+        start = now()
         bits, counts = self.union.unite(
-            reducer.transport, self._stamp, bits, used, self._moment, self._step.updates_itself
+            reducer.transport, self._stamp, bits, used, self._moment, self._step.updates_itself, mark, waited_us
         )
+        reducer.timeline.record("compare", start, now())
+        self._marks = self.union.marks
+        reducer.timeline.stragglers.note(self.union.waits, reducer.rank)
         self.used_counts = self.used_counts if counts is None else counts
         reducer.transport.watch.require_wanted(self._moment)
         return bits
@@ -180,9 +196,13 @@ class Closing:
             reducer.hand_out(bucket, is_used, in_place=intake.context_gradients is not None, into=intake.results)
 
     def _after(self, bucket: LiveBucket) -> None:
-        if self._step.after_bucket is not None:
+        if self._step.after_bucket is not None and not self._is_withheld():
             with self._handing_out():
                 self._step.after_bucket(bucket)
+
+    def _is_withheld(self) -> bool:
+        """Whether optimizers in the backward must not use what has come."""
+        return any(self._marks) and self._step.reducer.finiteness.waits
 
     @contextlib.contextmanager
     def _handing_out(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ from lockstep.agree.beat import Place
 from lockstep.engine.bucket import LiveBucket, Slot
 from lockstep.engine.exchange import CommHook, Exchange, HookExchange, MeanExchange
 from lockstep.engine.grad_memory import _NOTHING, GradMemory
+from lockstep.engine.nonfinite import Finiteness
 from lockstep.engine.sparse import pack_sparse
 from lockstep.engine.transport import Transport
 from lockstep.observe.timeline import Timeline, now
@@ -41,6 +42,7 @@ class Reducer:
         self.mean = MeanExchange(transport)
         self.exchange: Exchange = self.mean
         self.num_buckets_reduced = 0
+        self.finiteness = Finiteness()
         self.use_plan(plan, slots)
 
     @property
@@ -115,6 +117,7 @@ class Reducer:
             elif not self._is_full(bucket, gradients):
                 self.memory.pack(bucket, gradients, self.scale_of(bucket), takes=takes)
             assert bucket.flat is not None
+            self.finiteness.look(bucket, len(self.buckets))
             packed = now()
             bucket.flight = self.exchange.start(bucket, bucket.flat, is_last=bucket is self.buckets[-1])
             if self.timeline.precise and hasattr(bucket.flight, "note_landing"):

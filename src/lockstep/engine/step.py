@@ -189,6 +189,7 @@ class SyncStep:
         self._forget_window()
         self.ready_order = []
         self.reducer.num_buckets_reduced = 0
+        self.reducer.finiteness.open()
         for bucket in self.reducer.buckets:
             bucket.open()
         for slot in self.reducer.slots:
@@ -264,7 +265,8 @@ class SyncStep:
         intake = self.intake
         gradients = [intake.gradient_of(slot) for slot in bucket.slots]
         self.reducer.launch(bucket, gradients, takes=intake.context_gradients is None)
-        if self.after_bucket is not None and not (self.finds_unused or self.static.is_on or intake.brought):
+        waits = self.finds_unused or self.static.is_on or intake.brought or self.reducer.finiteness.waits
+        if self.after_bucket is not None and not waits:
             self._collect_landed(bucket)
 
     def _collect_landed(self, newest: LiveBucket) -> None:

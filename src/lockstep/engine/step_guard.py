@@ -41,6 +41,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     for reference in _steps_of(optimizer):
         step = reference()
         if step is not None:
+            step.reducer.finiteness.drop(step.reducer.slots)
             before_update(step, lambda: _ids(optimizer))
 
 
