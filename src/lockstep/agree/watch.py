@@ -63,6 +63,7 @@ class Watch:
         self._met: set[str] = set()  # meetings that this rank has come to
         self._has_posted_failure = False
         self._last_window = monotonic()
+        self.verdict: LockstepError | None = None  # of the watchdog, for the next who asks
         # What this rank is doing, in words for others; set by the step that this watch waits for.
         self.progress: Callable[[], str] | None = None
         self.made_wait: dict[int, float] = {}  # rank: seconds in which others were seen to wait for it
@@ -259,6 +260,7 @@ class Watch:
     def clear_failure(self) -> None:
         """Forget an error that was handled, so that it is not quoted for a later one."""
         self._has_posted_failure = False
+        self.verdict = None
         if self.board is not None:
             self.board.forget("failure")
 
@@ -305,10 +307,16 @@ class Watch:
 
         What they had sent before they raised is still delivered, so nothing else would tell.
         """
+        self.raise_verdict()
         now = monotonic()
         was_long, self._last_window = now - self._last_window > _SLICE.total_seconds(), now
         if was_long:
             self.raise_failed_peer(moment)
+
+    def raise_verdict(self) -> None:
+        """Raise what the watchdog of collectives on a device has found."""
+        if self.verdict is not None:
+            raise self.verdict
 
     def require_peers(self) -> None:
         """While a board waits: raise if a peer has failed or is gone."""

@@ -47,6 +47,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 def before_update(step: SyncStep, stepped: Callable[[], set[int]]) -> None:
     """Some parameters of a model (``stepped``, by ``id``) are about to be updated: count it, and stop what is wrong."""
+    step.reducer.transport.watch.raise_verdict()
     if step.state is not State.IDLE:
         if not step.closing.is_collecting:
             _stop_unfinished(step, stepped())
