@@ -52,7 +52,6 @@ class Vigil:
         self._next_report = max(waited, watch.stall_seconds)
         self._asked: set[int] = set()
         self._shown: set[int] = set()
-        self.blame: dict[int, float] = {}  # rank: seconds in which it was late
 
     # ---------------------------------------------------------------- once a second
 
@@ -112,7 +111,6 @@ class Vigil:
                 self._missing.pop(rank, None)
             else:
                 self._missing[rank] = self._missing.get(rank, 0.0) + passed
-                self.blame[rank] = self.blame.get(rank, 0.0) + passed
 
     # ---------------------------------------------------------------- who is what
 

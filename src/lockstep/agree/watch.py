@@ -66,7 +66,6 @@ class Watch:
         self.verdict: LockstepError | None = None  # of the watchdog, for the next who asks
         # What this rank is doing, in words for others; set by the step that this watch waits for.
         self.progress: Callable[[], str] | None = None
-        self.made_wait: dict[int, float] = {}  # rank: seconds in which others were seen to wait for it
         if board is not None:
             me = weakref.ref(self)
             board.on_slice = lambda: None if (watch := me()) is None else watch.require_peers()
@@ -242,8 +241,6 @@ class Watch:
         finally:
             if vigil is not None:
                 vigil.close()
-                for rank in vigil.late:
-                    self.made_wait[rank] = self.made_wait.get(rank, 0.0) + vigil.blame.get(rank, 0.0)
 
     # ---------------------------------------------------------------- what peers have said
 
