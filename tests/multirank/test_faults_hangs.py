@@ -102,6 +102,41 @@ def test_a_stopped_host_of_the_store_is_an_error_at_the_deadline() -> None:
             assert "is stopped" in found["text"]
 
 
+def stop_the_host_for_a_while() -> dict[str, Any]:
+    import lockstep
+
+    group_on_a_store_of_rank_zero()
+    rank, pids = dist.get_rank(), shared_pids()
+    ddp = lockstep.DDP(nn.Linear(4, 2))
+    warm_up(ddp)
+    sleep(2.5)  # signs of life have been read once
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    found = caught(lambda: step(ddp))
+    if rank == 1:
+        sleep(2)  # so that the other one has come to its own deadline
+        os.kill(pids[0], signal.SIGCONT)
+    go_on(ddp, rank)
+    return found
+
+
+def go_on(ddp: Any, rank: int) -> None:
+    """All ranks have raised: level again, in the same process."""
+    ddp.reset_sync_window()
+    ddp.zero_grad()
+    ddp(torch.full((1, 4), rank + 1.0)).sum().backward()
+    weight = next(ddp.parameters())
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.full((2, 4), 2.0))
+
+
+def test_a_host_of_the_store_that_comes_back_has_failed_too_and_all_go_on() -> None:
+    for found in run_ranks(3, stop_the_host_for_a_while, env=SOON, init_process_group=False, limit_s=120):
+        assert "PeerLate" in found["bases"], found
+        assert found["ranks"] == (0,)
+        assert "store is silent" in found["text"]
+
+
 def interrupt_while_the_store_is_silent() -> bool:
     import lockstep
 
@@ -216,13 +251,7 @@ def come_too_late() -> dict[str, Any]:
         store.wait(["given up by 0", "given up by 2"])
     found = caught(lambda: step(ddp))
     store.set(f"given up by {rank}", "yes")
-    # All ranks have raised: level again, in the same process.
-    ddp.reset_sync_window()
-    ddp.zero_grad()
-    ddp(torch.full((1, 4), rank + 1.0)).sum().backward()
-    weight = next(ddp.parameters())
-    assert weight.grad is not None
-    assert torch.equal(weight.grad, torch.full((2, 4), 2.0))
+    go_on(ddp, rank)
     return found
 
 

@@ -81,7 +81,13 @@ class Board:
         """Post ``value`` unless the key is taken; returns what stands there."""
         full = self._full(key)
         self._posted.add(full)
-        return self._do(lambda store: store.compare_set(full, "", value), seconds).decode(errors="replace")
+        try:
+            return self._do(lambda store: store.compare_set(full, "", value), seconds).decode(errors="replace")
+        except StoreSilent:
+            # Let it be heard when the store answers again: others may go on from there.
+            if self.pulse is not None:
+                self.pulse.line.tell(lambda store: store.compare_set(full, "", value))
+            raise
 
     def read(self, key: str, seconds: float | None = None) -> str | None:
         """The value of ``key`` if it was posted; never waits for it."""

@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from lockstep import torch_private
@@ -45,6 +46,8 @@ class _Self:
         self.final: Words | None = None
         self.answered = ""  # the last question about our stack that we answered
         self.known: dict[int, Beat] = {}  # by rank, as last read
+        self.last_turn = monotonic()
+        self.longest_gap = 0.0  # between two turns
 
     def key(self, name: str) -> str:
         return f"{self.prefix}/{name}"
@@ -68,6 +71,8 @@ class _Self:
 
     def take_turn(self, store: Any) -> None:
         """Hear the last words of others, answer questions, give a sign of life."""
+        now = monotonic()
+        self.longest_gap, self.last_turn = max(self.longest_gap, now - self.last_turn), now
         if self.final is None:
             self.final = read_words(read(store, self.key("final")), self.world)
         question = read(store, self.key("question")) or ""
@@ -139,6 +144,12 @@ class Pulse:
     def doing(self) -> str:
         """What this process is doing, as its signs of life say it."""
         return self._self.beat().doing
+
+    def take_longest_gap(self) -> float:
+        """For how long, at most, this process has given no sign of life since this was last asked."""
+        shared = self._self
+        gap, shared.longest_gap = max(shared.longest_gap, monotonic() - shared.last_turn), 0.0
+        return gap
 
     # ---------------------------------------------------------------- the end of a process
 

@@ -32,6 +32,7 @@ _SLICE = timedelta(seconds=1)
 # After a connection breaks, how long to look for the failing peer's own words, and then for the one that is gone.
 _LAST_WORDS_SECONDS = 1.0
 _SEARCH_SECONDS = 3.0
+_HEARING_SECONDS = 3.0
 _ANSWER_SECONDS = 0.5
 _BROKEN = ("connection", "closed", "reset", "pipe", "timed out", "timeout", "socket", "gloo", "nccl")
 _SLICE_OVER = "not done within the slice"
@@ -248,11 +249,11 @@ class Watch:
         """Leave this rank's first error on the board, for peers that will otherwise only see a silence."""
         if self.board is None:
             return
+        self._has_posted_failure = True
         try:
             self.board.post_first("failure", words_of(error, self.rank).to_json(), _LAST_WORDS_SECONDS)
-            self._has_posted_failure = True
         except RuntimeError:
-            logger.debug("the store is gone; peers will see a closed connection instead of our error")
+            logger.debug("the store is silent or gone; peers may see a closed connection instead of our error")
 
     def clear_failure(self) -> None:
         """Forget an error that was handled, so that it is not quoted for a later one."""
@@ -307,7 +308,14 @@ class Watch:
         self.raise_verdict()
         now = monotonic()
         was_long, self._last_window = now - self._last_window > _SLICE.total_seconds(), now
-        if was_long:
+        if not was_long:
+            return
+        # One that gave no sign of life for so long was given up; the others' word for it may still be on its way.
+        gap = self.pulse.take_longest_gap() if self.pulse is not None else 0.0
+        deadline = now + (_HEARING_SECONDS if self.heartbeat_seconds and gap > 0.8 * self.heartbeat_seconds else 0.0)
+        self.raise_failed_peer(moment)
+        while monotonic() < deadline:
+            sleep(0.05)
             self.raise_failed_peer(moment)
 
     def raise_verdict(self) -> None:
