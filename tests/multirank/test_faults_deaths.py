@@ -11,6 +11,7 @@ from time import sleep
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -73,6 +74,57 @@ def test_a_killed_rank_is_named_with_its_process(how: str) -> None:
         assert "was killed" in found["text"]
         if how in ("backward", "hook"):
             assert "in step 2" in found["text"]
+
+
+class Fatal(nn.Module):
+    """A model in which rank 1 dies at a moment of step 3."""
+
+    def __init__(self, moment: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 8)
+        self.moment, self.step = moment, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_time = dist.get_rank() == 1 and self.step == 3
+        self.step += 1
+        if is_time and self.moment == "forward":
+            os.kill(os.getpid(), signal.SIGKILL)
+        y = self.first(x)
+        if is_time and self.moment == "backward":
+            y.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
+        return self.second(y)
+
+
+def die_at(moment: str) -> dict[str, Any]:
+    import lockstep
+
+    model = Fatal(moment)
+    ddp = lockstep.DDP(model, bucket_cap_mb=0.005)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+    def train() -> None:
+        for number in range(6):
+            ddp(torch.ones(4, 64)).sum().backward()
+            if dist.get_rank() == 1 and number == 3 and moment == "optimizer":
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return lost(train)
+
+
+MOMENTS = [(moment, turn) for moment in ("forward", "backward", "optimizer") for turn in range(7)]
+
+
+@pytest.mark.parametrize(("moment", "turn"), [pytest.param(*m, marks=[pytest.mark.soak] * (m[1] > 0)) for m in MOMENTS])
+def test_a_rank_killed_at_any_moment_is_the_one_that_is_named(moment: str, turn: int) -> None:
+    first, killed, third = run_outcomes(3, die_at, moment)
+    assert killed.exit_status == -signal.SIGKILL
+    for outcome in (first, third):
+        assert outcome.value is not None, outcome.report()
+        assert (outcome.value["type"], outcome.value["rank"]) == ("PeerLost", 1), outcome.value
+        assert outcome.value["pid"]
+        assert f"step {3 + (moment == 'optimizer')}" in outcome.value["text"]
 
 
 def handle_errors_and_go_on() -> bool:
