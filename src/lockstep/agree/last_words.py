@@ -27,24 +27,31 @@ logger = logging.getLogger("lockstep")
 
 _TELLING_SECONDS = 1.0
 _STAY_SECONDS = 2.5  # at most, for the host of the store: others hear once a second
+_CLOSING_SECONDS = 1.0
 _POLL_SECONDS = 0.02
-_state = {"installed": False}
 
 
-def install() -> None:
-    """Tell peers from now on; calls after the first one do nothing."""
-    if _state["installed"]:
-        return
-    _state["installed"] = True
-    _hook_exceptions()
-    _hook_threads()
-    pulses.on_new_pulse = _watch_the_end
+class _State:
+    """How far this process has come with it."""
+
+    is_prepared = is_installed = has_ended = False
 
 
-def _watch_the_end() -> None:
-    """After the first pulse: at the end of the process, since what is registered last is called first."""
-    if not _state.get("watches"):
-        _state["watches"] = True
+def prepare() -> None:
+    """See to the end of the process, and to exceptions once it has peers; changes nothing until then."""
+    if not _State.is_prepared:
+        _State.is_prepared = True
+        atexit.register(_end)
+        pulses.on_new_pulse = _install
+
+
+def _install() -> None:
+    """The process has peers: tell them from now on."""
+    if not _State.is_installed:
+        _State.is_installed = True
+        _hook_exceptions()
+        _hook_threads()
+        # Once more, since what is registered last is called first: before others end what we need.
         atexit.register(_end)
 
 
@@ -96,16 +103,19 @@ def _tell(error: BaseException) -> None:
 
 
 def _end() -> None:
-    """The process ends: say so, and let those who need the store hear it."""
+    """The process ends: say so, let those who need the store hear it, and end the threads that speak to it."""
+    if _State.has_ended:
+        return
+    # Python sets this for an exception that nobody caught, and for no other: also for one before a model was wrapped.
+    error = getattr(sys, "last_value", None)
+    if error is not None and not hasattr(sys, "ps1"):
+        _tell(error)
     for pulse in pulses.living_pulses():
+        _State.has_ended = True
         with contextlib.suppress(Exception):
             said = f"ended its program {pulse.doing() or 'before it trained anything'}"
             pulse.end_with(Words(pulse.rank, "", said, ended=True), _TELLING_SECONDS)
             deadline = monotonic() + _STAY_SECONDS
             while pulse.hosts_store and monotonic() < deadline and not pulse.has_been_heard():
                 sleep(_POLL_SECONDS)
-
-
-def is_installed() -> bool:
-    """Whether exceptions that end this process are told."""
-    return _state["installed"]
+        pulse.line.close(_CLOSING_SECONDS)

@@ -7,9 +7,7 @@ Nothing of this happens in a training step; it is a thread's work, a few store c
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
 import os
 import threading
 import weakref
@@ -25,8 +23,6 @@ from lockstep.agree.line import Line, read
 from lockstep.errors import StoreSilent
 
 _ANSWER_SECONDS = 0.5  # how long a rank that waits lets itself be held up by a look at the others
-
-_CLOSING_SECONDS = 1.0
 
 
 class _Self:
@@ -252,21 +248,9 @@ def pulse_of_this_process() -> Pulse | None:
         pulse = _pulses.get(key)
         if pulse is None or not pulse.line.is_ours:
             pulse = _pulses[key] = _kept[group] = Pulse(store, group.rank(), group.size())
-            _close_at_exit()
             if on_new_pulse is not None:
                 on_new_pulse()
     return pulse
-
-
-@functools.cache
-def _close_at_exit() -> None:
-    """Registered before the goodbye of last_words.py, and so called after it."""
-    atexit.register(_close_lines)
-
-
-def _close_lines() -> None:
-    for pulse in living_pulses():
-        pulse.line.close(_CLOSING_SECONDS)
 
 
 def living_pulses() -> list[Pulse]:

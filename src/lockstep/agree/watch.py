@@ -37,7 +37,7 @@ _ANSWER_SECONDS = 0.5
 _BROKEN = ("connection", "closed", "reset", "pipe", "timed out", "timeout", "socket", "gloo", "nccl")
 _SLICE_OVER = "not done within the slice"
 
-last_words.install()
+last_words.prepare()
 
 
 @dataclass(frozen=True)
