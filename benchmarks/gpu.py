@@ -29,6 +29,7 @@ import torch
 
 from before import DEFAULT_REVISION, NoSuchRevision, importable
 from gpu_device import BACKEND, IS_GPU
+from gpu_faults import faults
 from ranks import RanksFailed, run_ranks
 from subjects import (
     ALONE,
@@ -395,6 +396,7 @@ PARTS: dict[str, Callable[[list[str], bool], dict[str, Any]]] = {
     "compiled_gradients": compiled_gradients,
     "compiled_step": compiled_step,
     "compiled_reduce_overhead": compiled_reduce_overhead,
+    "faults": faults,
     "before": before,
 }
 

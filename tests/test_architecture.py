@@ -150,6 +150,8 @@ def test_the_constructor_is_frozen() -> None:
         "*bucket_order='declared'",
         "*overlap=None",
         "*check='step'",
+        "*late_timeout=None",
+        "*nonfinite='warn'",
     ]
 
 

@@ -17,6 +17,8 @@ SECONDS = [setting for setting in SETTINGS if setting.is_seconds]
 ACCESSORS = {
     "LOCKSTEP_AGREEMENT_TIMEOUT": settings.agreement_timeout,
     "LOCKSTEP_STALL_SECONDS": settings.stall_seconds,
+    "LOCKSTEP_HEARTBEAT_TIMEOUT": settings.heartbeat_timeout,
+    "LOCKSTEP_LATE_TIMEOUT": settings.late_timeout,
     "LOCKSTEP_COMPILE_TIMEOUT": settings.compile_timeout,
     "LOCKSTEP_BACKEND": settings.backend,
     "LOCKSTEP_REPORT_DIR": settings.report_dir,

@@ -20,8 +20,11 @@ __all__ = [
     "LateGradient",
     "LockstepError",
     "NoCheckpoint",
+    "NonFinite",
     "PeerFailed",
     "PeerLate",
+    "PeerLost",
+    "StoreSilent",
     "UnfinishedReduction",
     "UnreducedGradients",
 ]
@@ -53,6 +56,28 @@ class PeerFailed(LockstepError):
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+class PeerLost(PeerFailed):
+    """Another rank is gone: killed, or ended.  ``rank``, ``host`` and ``pid`` say which one, as far as it is known."""
+
+    def __init__(self, message: str, rank: int | None = None, *, host: str = "", pid: int | None = None) -> None:
+        super().__init__(message, rank)
+        self.host = host
+        self.pid = pid
+
+
+class StoreSilent(PeerLate):
+    """The store through which ranks find each other did not answer in time."""
+
+
+class NonFinite(LockstepError):
+    """Gradients were NaN or Inf.  ``ranks`` says where, ``parameters`` in which gradients, as far as it is known."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = (), parameters: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.parameters = tuple(parameters)
 
 
 class UnfinishedReduction(LockstepError):

@@ -19,7 +19,9 @@ __all__ = [
     "backend",
     "check",
     "compile_timeout",
+    "heartbeat_timeout",
     "inject",
+    "late_timeout",
     "report_dir",
     "run_folder",
     "stall_seconds",
@@ -67,6 +69,20 @@ STALL_SECONDS = Setting(
     "10",
     "seconds after which a waiting rank says who is late; the pause doubles with each message",
 )
+HEARTBEAT_TIMEOUT = Setting(
+    "LOCKSTEP_HEARTBEAT_TIMEOUT",
+    "60",
+    "seconds without a sign of life from a rank that is waited for, or from the store, after which it is an error; 0: "
+    "never",
+    may_be_zero=True,
+)
+LATE_TIMEOUT = Setting(
+    "LOCKSTEP_LATE_TIMEOUT",
+    "0",
+    "seconds to wait for a rank that is alive but has not arrived, where the wrapper is not given `late_timeout=`; 0: "
+    "the process group's timeout",
+    may_be_zero=True,
+)
 COMPILE_TIMEOUT = Setting(
     "LOCKSTEP_COMPILE_TIMEOUT",
     "300",
@@ -98,7 +114,17 @@ RUN_FOLDER = Setting(
     is_seconds=False,
 )
 
-SETTINGS = (AGREEMENT_TIMEOUT, STALL_SECONDS, COMPILE_TIMEOUT, BACKEND, REPORT_DIR, INJECT, RUN_FOLDER)
+SETTINGS = (
+    AGREEMENT_TIMEOUT,
+    STALL_SECONDS,
+    HEARTBEAT_TIMEOUT,
+    LATE_TIMEOUT,
+    COMPILE_TIMEOUT,
+    BACKEND,
+    REPORT_DIR,
+    INJECT,
+    RUN_FOLDER,
+)
 
 
 def check(environment: Mapping[str, str]) -> None:
@@ -114,6 +140,14 @@ def agreement_timeout() -> float:
 
 def stall_seconds() -> float:
     return STALL_SECONDS.seconds()
+
+
+def heartbeat_timeout() -> float:
+    return HEARTBEAT_TIMEOUT.seconds()
+
+
+def late_timeout() -> float:
+    return LATE_TIMEOUT.seconds()
 
 
 def compile_timeout() -> float:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.agree import alive
 from lockstep.agree.board import Board
-from lockstep.checkpoint import alive
 from lockstep.checkpoint.protocol import Save
 from lockstep.checkpoint.ranks import LocalStore, Ranks
 from lockstep.checkpoint.reading import Reader
@@ -85,7 +85,7 @@ def test_rank_zero_does_not_come(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_has_ended_is_noticed_at_once(tmp_path: Path) -> None:
-    program = "from lockstep.checkpoint.alive import card; print(card())"
+    program = "from lockstep.agree.alive import card; print(card())"
     text = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert alive.is_dead(text)
     assert not alive.is_dead(alive.card())
@@ -93,7 +93,7 @@ def test_a_rank_that_has_ended_is_noticed_at_once(tmp_path: Path) -> None:
     store = LocalStore()
     ranks_on(store, 1).tell("process/1", text)
     ranks = ranks_on(store, 0, patience=600.0)
-    with pytest.raises(PeerFailed, match=r"Rank 1 \(process \d+\) has ended while rank 0 waited for a word"):
+    with pytest.raises(PeerFailed, match=r"Rank 1 \(process \d+ on .*\) has ended while rank 0 waited for a word"):
         ranks.wait(["word/1"], "a word", lambda: None)
     with pytest.raises(CheckpointFailed, match=r"Rank 1 .* has ended"):
         Save(tmp_path, snapshot(0), ranks, keep=None).run()

@@ -442,7 +442,7 @@ def observe() -> tuple[dict[str, Any], float]:
     for step in range(4):
         loss_of(ddp(my_rows(batch(step, dist.get_world_size())))).backward()
     names = {i.name for i in ddp.timeline.steps[-1].intervals}
-    assert names == {"forward", "backward", "launch", "travel", "collect"}
+    assert names == {"forward", "backward", "launch", "travel", "collect", "compare"}
     assert {i.bucket for i in ddp.timeline.steps[-1].intervals if i.name == "travel"} == set(range(len(ddp.plan)))
     return ddp._get_ddp_logging_data(), ddp.timeline.steps[-1].exposed_seconds
 

@@ -107,6 +107,6 @@ def test_a_killed_peer_is_an_error_on_the_survivor() -> None:
     survivor, killed = run_outcomes(2, lose_a_peer)
     assert killed.exit_status != 0
     assert survivor.error is not None
-    assert survivor.error.type_name == "PeerFailed"
+    assert survivor.error.type_name == "PeerLost"
     assert "bucket 0" in survivor.error.text
     assert "killed" in survivor.error.text

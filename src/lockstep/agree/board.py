@@ -6,58 +6,123 @@ and named.  So everything ranks must agree on, and every word about who is late 
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, TypeVar
 
-from lockstep import torch_private
-from lockstep.errors import PeerLate
+import torch.distributed as dist
+
+from lockstep import settings, torch_private
+from lockstep.agree.line import read
+from lockstep.agree.pulse import Pulse, pulse_of_this_process
+from lockstep.errors import PeerLate, StoreSilent
 
 _SLICE_SECONDS = 1.0
+_LOOK_SECONDS = 0.4  # how long the thread of the line looks for keys before it sees to other things
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 _wrap_counters: dict[str, count[int]] = {}
+T = TypeVar("T")
 
 
 class Board:
-    """Keys under one prefix, written and read by the ranks ``0 .. world - 1`` of a group."""
+    """Keys under one prefix, written and read by the ranks ``0 .. world - 1`` of a group.
 
-    def __init__(self, store: Any, prefix: str, rank: int, world: int) -> None:
+    With a ``pulse`` its thread speaks to the store, so that every call here comes back; ``members`` are the global
+    ranks of the group.  When all ranks have let go of a board its keys are taken off the store.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        prefix: str,
+        rank: int,
+        world: int,
+        pulse: Pulse | None = None,
+        members: Sequence[int] | None = None,
+    ) -> None:
         self._store = store
         self._prefix = prefix
         self.rank = rank
         self.world = world
+        self.pulse = pulse
+        self.members = list(range(world)) if members is None else list(members)
+        # Looks around while this board waits, and raises where waiting is in vain.
+        self.on_slice: Callable[[], None] | None = None
+        self._posted: set[str] = set()
+        if pulse is not None:
+            closing = weakref.finalize(self, _close, pulse, prefix, rank, world, self._posted)
+            closing.atexit = False
 
     @property
     def name(self) -> str:
         """The same on all ranks, and no other board's."""
         return self._prefix
 
-    def post(self, key: str, value: str) -> None:
-        self._store.set(self._full(key), value)
+    def _do(self, function: Callable[[Any], T], seconds: float | None = None) -> T:
+        """Let ``function`` be done with the store; raise StoreSilent when it does not answer in time."""
+        if self.pulse is None:
+            return function(self._store)
+        return self.pulse.line.ask(function, seconds or settings.heartbeat_timeout() or 600.0)
 
-    def post_first(self, key: str, value: str) -> str:
+    def post(self, key: str, value: str, *, waits: bool = True) -> None:
+        """Post a value; without ``waits`` it is only on its way, but before everything else that this board does."""
+        full = self._full(key)
+        self._posted.add(full)
+        if waits or self.pulse is None:
+            self._do(lambda store: store.set(full, value))
+        else:
+            self.pulse.line.tell(lambda store: store.set(full, value))
+
+    def post_first(self, key: str, value: str, seconds: float | None = None) -> str:
         """Post ``value`` unless the key is taken; returns what stands there."""
-        return self._store.compare_set(self._full(key), "", value).decode()
+        full = self._full(key)
+        self._posted.add(full)
+        try:
+            return self._do(lambda store: store.compare_set(full, "", value), seconds).decode(errors="replace")
+        except StoreSilent:
+            # Let it be heard when the store answers again: others may go on from there.
+            if self.pulse is not None:
+                self.pulse.line.tell(lambda store: store.compare_set(full, "", value))
+            raise
 
-    def read(self, key: str) -> str | None:
-        """The value of ``key`` if it was posted; never waits."""
-        if not self._store.check([self._full(key)]):
-            return None
-        return self._store.get(self._full(key)).decode() or None
+    def read(self, key: str, seconds: float | None = None) -> str | None:
+        """The value of ``key`` if it was posted; never waits for it."""
+        full = self._full(key)
+        if self.pulse is None and not hasattr(self._store, "compare_set"):
+            return self._store.get(full).decode() or None if self._store.check([full]) else None
+        return self._do(lambda store: read(store, full), seconds)
+
+    def read_all(self, keys: Iterable[str]) -> list[str | None]:
+        """The values of several keys."""
+        names = list(keys)
+        if self.pulse is None:
+            return [self.read(key) for key in names]
+        full = [self._full(key) for key in names]
+        return self._do(lambda store: [read(store, name) for name in full])
 
     def count(self, key: str) -> int:
         """How many times this was called for ``key``, by whichever rank."""
-        return int(self._store.add(self._full(key), 1))
+        full = self._full(key)
+        self._posted.add(full)
+        return int(self._do(lambda store: store.add(full, 1)))
 
     def forget(self, key: str) -> None:
-        self._store.set(self._full(key), "")
+        full = self._full(key)
+        self._posted.add(full)
+        self._do(lambda store: store.set(full, ""))
 
     def remove(self, key: str) -> None:
         """Take a key off the store; where it cannot, it is left empty."""
+        full = self._full(key)
         try:
-            self._store.delete_key(self._full(key))
+            self._do(lambda store: store.delete_key(full))
+            self._posted.discard(full)
+        except StoreSilent:
+            raise
         except (RuntimeError, NotImplementedError):
             self.forget(key)
 
@@ -65,26 +130,34 @@ class Board:
         self, key: str, mine: str, timeout_seconds: float = 60.0, on_slice: Callable[[], None] | None = None
     ) -> dict[int, str]:
         """Every rank posts its value; all ranks return all of them."""
-        self.post(f"{key}/{self.rank}", mine)
+        deadline = monotonic() + timeout_seconds
+        self.post(f"{key}/{self.rank}", mine, waits=False)
         keys = {f"{key}/{rank}": rank for rank in range(self.world)}
-        missing = self.wait_for(keys, monotonic() + timeout_seconds, on_slice)
+        missing = self.wait_for(keys, deadline, on_slice)
         if missing:
             late = [keys[name] for name in missing]
             raise PeerLate(
-                f"Rank {self.rank} waited {timeout_seconds:g} s for rank(s) {late} to tell their {key}.", late
+                f"Rank {self.rank} waited {timeout_seconds:g} s for rank(s) {late} to tell their {key}."
+                f"{self.silence_told()}",
+                late,
             )
-        return {rank: self.read(name) or "" for name, rank in keys.items()}
+        return {rank: text or "" for rank, text in enumerate(self.read_all(keys))}
 
     def from_rank_zero(self, key: str, mine: str, timeout_seconds: float = 60.0) -> str:
         """Rank 0 posts its value; all ranks return that one."""
         if self.rank == 0:
-            self.post(key, mine)
+            self.post(key, mine, waits=False)
             return mine
         if self.wait_for([key], monotonic() + timeout_seconds):
-            raise PeerLate(f"Rank {self.rank} waited {timeout_seconds:g} s for rank 0 to tell its {key}.", [0])
-        value = self.read(key)
-        assert value is not None
-        return value
+            raise PeerLate(
+                f"Rank {self.rank} waited {timeout_seconds:g} s for rank 0 to tell its {key}.{self.silence_told()}", [0]
+            )
+        return self.read(key) or ""
+
+    def silence_told(self) -> str:
+        """A sentence about the store, where it does not answer."""
+        silence = 0.0 if self.pulse is None else self.pulse.line.silence
+        return "" if silence < _SLICE_SECONDS else f" The store is silent{_since(silence)}."
 
     def wait_for(self, keys: Iterable[str], deadline: float, on_slice: Callable[[], None] | None = None) -> list[str]:
         """Wait until all ``keys`` are posted or ``deadline`` (monotonic seconds); returns the missing ones.
@@ -93,20 +166,69 @@ class Board:
         ``on_slice`` is called about every second.
         """
         missing = list(keys)
-        pause, next_slice = _FIRST_PAUSE, monotonic() + _SLICE_SECONDS
+        next_slice = monotonic() + _SLICE_SECONDS
         while True:
-            missing = [key for key in missing if not self._store.check([self._full(key)])]
+            missing = self._missing(missing, deadline)
             if not missing or monotonic() >= deadline:
                 return missing
             if monotonic() >= next_slice:
-                next_slice += _SLICE_SECONDS
-                if on_slice is not None:
-                    on_slice()
-            sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+                next_slice = monotonic() + _SLICE_SECONDS
+                for look in (self.on_slice, on_slice):
+                    if look is not None:
+                        look()
+
+    def _missing(self, keys: list[str], deadline: float) -> list[str]:
+        """Which of ``keys`` were not posted yet; all of them where the store is silent."""
+        full = {key: self._full(key) for key in keys}
+        line = None if self.pulse is None else self.pulse.line
+        enough = min(deadline, monotonic() + _LOOK_SECONDS)
+
+        def look(store: Any) -> list[str]:
+            missing, pause = keys, _FIRST_PAUSE
+            while True:
+                missing = [key for key in missing if not store.check([full[key]])]
+                if not missing or monotonic() + pause >= enough or (line is not None and line.is_wanted):
+                    return missing
+                sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+
+        try:
+            return self._do(look, max(0.01, min(_SLICE_SECONDS, deadline - monotonic())))
+        except StoreSilent:
+            return keys
 
     def _full(self, key: str) -> str:
         return f"{self._prefix}/{key}"
+
+
+def _since(seconds: float) -> str:
+    return f" for {seconds:.0f} s" if seconds < float("inf") else ": it has ended"
+
+
+def _close(pulse: Pulse, prefix: str, rank: int, world: int, posted: set[str]) -> None:
+    """Let go of a board: whoever is last takes the keys of all ranks away, which nobody waits for any more."""
+    mine = json.dumps(sorted(posted))
+
+    def close(store: Any) -> None:
+        store.set(f"{prefix}/closed/{rank}", mine)
+        if store.add(f"{prefix}/closed", 1) < world:
+            return
+        for other in range(world):
+            names = _names(read(store, f"{prefix}/closed/{other}"), prefix)
+            for name in [*names, f"{prefix}/closed/{other}"]:
+                store.delete_key(name)
+        store.delete_key(f"{prefix}/closed")
+
+    pulse.line.tell(close)
+
+
+def _names(text: str | None, prefix: str) -> list[str]:
+    """The keys that a rank has posted, as far as they are of this board."""
+    try:
+        names = json.loads(text or "[]")
+    except ValueError:
+        return []
+    return [n for n in names if isinstance(n, str) and n.startswith(f"{prefix}/")] if isinstance(names, list) else []
 
 
 def open_board(process_group: Any, kind: str = "wrappers") -> Board | None:
@@ -125,4 +247,18 @@ def open_board(process_group: Any, kind: str = "wrappers") -> Board | None:
     index = next(_wrap_counters.setdefault(f"{place}/{process_group.rank()}", count()))  # ranks may be threads
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = f"lockstep/{attempt}/{place}/{index}"
-    return Board(store, prefix, process_group.rank(), process_group.size())
+    return board_of(process_group, store, prefix)
+
+
+def board_of(process_group: Any, store: Any, prefix: str) -> Board:
+    """The board of this group with this prefix."""
+    members = _global_ranks(process_group)
+    return Board(store, prefix, process_group.rank(), process_group.size(), pulse_of_this_process(), members)
+
+
+def _global_ranks(process_group: Any) -> list[int]:
+    """The global ranks of a group, by its own ranks; a group that torch does not know has its own numbers."""
+    try:
+        return list(dist.get_process_group_ranks(process_group))
+    except (RuntimeError, ValueError, KeyError):
+        return list(range(process_group.size()))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lockstep import torch_private
-from lockstep.agree.board import Board
+from lockstep.agree.board import board_of
 from lockstep.agree.watch import Watch
 
 _planes: weakref.WeakKeyDictionary[Any, ControlPlane] = weakref.WeakKeyDictionary()
@@ -79,7 +79,7 @@ class ControlPlane:
         self.spare: Letter | None = None  # the last letter, once it was read
         # Taken here, since ranks may be threads, and another thread has another default group, or none.
         self._store = torch_private.default_store()
-        self.board = Board(self._store, self._prefix, self._rank, self._world)
+        self.board = board_of(process_group, self._store, self._prefix)
 
     def renew(self) -> None:
         """Begin anew, on all ranks: what was under way before is paired with nothing that comes."""

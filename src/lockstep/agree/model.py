@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from time import monotonic
 
 from lockstep import settings
+from lockstep.agree.beat import Words, read_words, words_of
 from lockstep.agree.board import Board
 from lockstep.errors import Disagreement, LockstepError, PeerFailed, PeerLate, rank_table
 
@@ -72,7 +73,7 @@ def wrap_failures_told(board: Board | None) -> Iterator[None]:
         yield
     except Exception as error:
         if board is not None and not isinstance(error, LockstepError):
-            words = json.dumps({"rank": board.rank, "type": type(error).__name__, "text": str(error)[:4000]})
+            words = words_of(error, board.rank).to_json()
             board.post(f"digest/{board.rank}", _FAILED + words)
             if board.rank == 0:
                 board.post("verdict", _FAILED + words)
@@ -84,22 +85,26 @@ def agree_on_model(board: Board, mine: ModelDescription, timeout_seconds: float)
     text = mine.to_json()
     digest = hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
     deadline = monotonic() + timeout_seconds
-    board.post(f"digest/{board.rank}", digest)
+    board.post(f"digest/{board.rank}", digest, waits=False)
     if board.rank == 0:
         verdict = _collect_verdict(board, digest, deadline)
-        board.post("verdict", verdict)
+        board.post("verdict", verdict, waits=False)
     else:
         verdict = _wait_for_verdict(board, deadline)
     if verdict.startswith(_FAILED):
-        failure = json.loads(verdict.removeprefix(_FAILED))
+        failure = read_words(verdict.removeprefix(_FAILED), board.world)
+        who, said = ("A rank", "nothing that can be read") if failure is None else _quoted(failure)
         raise PeerFailed(
-            f"Rank {failure['rank']} could not wrap its model, so rank {board.rank} stops too. It said:\n"
-            f"{failure['type']}: {failure['text']}",
-            failure["rank"],
+            f"{who} could not wrap its model, so rank {board.rank} stops too. It said:\n{said}",
+            None if failure is None else failure.rank,
         )
     if verdict != _EQUAL:
         board.post(f"description/{board.rank}", text)
         raise _disagreement(board, monotonic() + timeout_seconds)
+
+
+def _quoted(words: Words) -> tuple[str, str]:
+    return f"Rank {words.rank}", f"{words.type}: {words.text}"
 
 
 def _collect_verdict(board: Board, digest: str, deadline: float) -> str:
@@ -107,7 +112,7 @@ def _collect_verdict(board: Board, digest: str, deadline: float) -> str:
     missing = board.wait_for(others, deadline, _slow_arrival_warning(board))
     if missing:
         raise _late(board)
-    digests = [board.read(key) or "" for key in others]
+    digests = [text or "" for text in board.read_all(others)]
     failed = next((d for d in digests if d.startswith(_FAILED)), None)
     if failed is not None:
         return failed
@@ -123,7 +128,8 @@ def _wait_for_verdict(board: Board, deadline: float) -> str:
 
 
 def _absent_ranks(board: Board) -> list[int]:
-    return [rank for rank in range(board.world) if board.read(f"digest/{rank}") is None]
+    texts = board.read_all(f"digest/{rank}" for rank in range(board.world))
+    return [rank for rank, text in enumerate(texts) if text is None]
 
 
 def _late(board: Board) -> PeerLate:
@@ -160,8 +166,14 @@ def _slow_arrival_warning(board: Board) -> Callable[[], None]:
 def _disagreement(board: Board, deadline: float) -> Disagreement:
     keys = [f"description/{rank}" for rank in range(board.world)]
     board.wait_for(keys, deadline)
-    texts = {rank: board.read(key) for rank, key in enumerate(keys)}
-    descriptions = {rank: ModelDescription.from_json(text) for rank, text in texts.items() if text}
+    descriptions = {}
+    for rank, text in enumerate(board.read_all(keys)):
+        try:
+            descriptions[rank] = ModelDescription.from_json(text or "")
+        except (ValueError, TypeError, KeyError, AttributeError):  # late, or not what a rank of ours would write
+            logger.warning("The description that rank %d has given of its model cannot be read.", rank)
+    if len(descriptions) < 2:
+        return Disagreement("Ranks wrapped different models or options, and their descriptions cannot be read.")
     return Disagreement(*describe_differences(descriptions))
 
 

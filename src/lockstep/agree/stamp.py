@@ -72,13 +72,24 @@ def disagreement(board: Board, key: str, mine: Stamp, updates_itself: bool, seco
     of updates of ranks that are given their weights by others.
     """
     told = board.gather(key, json.dumps([asdict(mine), updates_itself]), seconds)
-    facts = {rank: json.loads(text) for rank, text in told.items()}
+    facts = {rank: _read_fact(rank, text) for rank, text in told.items()}
     stamps = {rank: stamp for rank, (stamp, _) in facts.items()}
     updates = {stamp["updates"] for stamp, updates_itself in facts.values() if updates_itself}
     others = {json.dumps({**stamp, "updates": 0}) for stamp in stamps.values()}
     if len(others) == 1 and len(updates) <= 1 < len({stamp["updates"] for stamp in stamps.values()}):
         return None
     return describe_difference(stamps, mine.window)
+
+
+def _read_fact(rank: int, text: str) -> tuple[dict[str, object], bool]:
+    """A stamp that a rank has posted; what is not of that form is not from a rank of this program."""
+    try:
+        stamp, updates_itself = json.loads(text)
+    except (ValueError, TypeError):
+        stamp = updates_itself = None
+    if not (isinstance(stamp, dict) and isinstance(updates_itself, bool)):
+        raise Disagreement(f"The stamp that rank {rank} has posted cannot be read: {text[:200]!r}.")
+    return stamp, updates_itself
 
 
 def describe_difference(stamps: Mapping[int, Mapping[str, object]], window: int) -> Disagreement:

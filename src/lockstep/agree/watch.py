@@ -1,46 +1,106 @@
 """Waiting for a collective without going blind: slices, Ctrl-C, who is late, who failed.
 
 gloo cannot abort a collective, but its waits can time out and be tried again.  So a wait is a row of short waits;
-between two of them Python can be interrupted, a peer's last words can be read, and after a while the ranks that have
-not arrived are named.
+between two of them Python can be interrupted, a peer's last words can be read, and ranks that have not arrived, or are
+gone, are named (``vigil.py``).  Nothing is posted or read in a wait of less than a second.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic, sleep
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from lockstep import settings
+from lockstep.agree import last_words
+from lockstep.agree.beat import Words, read_words, words_of
 from lockstep.agree.board import Board
-from lockstep.errors import Disagreement, LockstepError, PeerFailed, rank_table
+from lockstep.agree.pulse import Pulse
+from lockstep.agree.vigil import Vigil
+from lockstep.errors import Disagreement, LockstepError, PeerFailed, PeerLate, PeerLost, rank_table
 
 logger = logging.getLogger("lockstep")
 
 _SLICE = timedelta(seconds=1)
-# After a connection breaks, how long to look for the failing peer's own words before raising.
+# After a connection breaks, how long to look for the failing peer's own words, and then for the one that is gone.
 _LAST_WORDS_SECONDS = 1.0
+_SEARCH_SECONDS = 3.0
+_HEARING_SECONDS = 3.0
+_ANSWER_SECONDS = 0.5
+_BROKEN = ("connection", "closed", "reset", "pipe", "timed out", "timeout", "socket", "gloo", "nccl")
+_SLICE_OVER = "not done within the slice"
+
+last_words.prepare()
+
+
+@dataclass(frozen=True)
+class Gone:
+    """Why a process counts as gone; ``ended``: it has come to its end by itself."""
+
+    text: str
+    ended: bool
 
 
 class Watch:
     """Waits for collectives of one wrapper and tells peers why this rank stopped, if it did."""
 
-    def __init__(self, board: Board | None, rank: int) -> None:
+    def __init__(
+        self, board: Board | None, rank: int, late_seconds: float | None = None, group_seconds: float = 0.0
+    ) -> None:
         self.board = board
-        self._rank = rank
-        self._stall_seconds = settings.stall_seconds()
+        self.rank = rank
+        self.stall_seconds = settings.stall_seconds()
+        self.heartbeat_seconds = settings.heartbeat_timeout()
+        limit = settings.late_timeout() if late_seconds is None else late_seconds
+        self.limit_seconds = limit or group_seconds
+        self._group_seconds = group_seconds
         self._met: set[str] = set()  # meetings that this rank has come to
+        self._has_posted_failure = False
+        self._last_window = monotonic()
+        self.verdict: LockstepError | None = None  # of the watchdog, for the next who asks
+        # What this rank is doing, in words for others; set by the step that this watch waits for.
+        self.progress: Callable[[], str] | None = None
         if board is not None:
-            _leave_last_words(self)
+            me = weakref.ref(self)
+            board.on_slice = lambda: None if (watch := me()) is None else watch.require_peers()
+            if board.pulse is not None:
+                board.pulse.listen_to(self)
+
+    @property
+    def pulse(self) -> Pulse | None:
+        return self.board.pulse if self.board is not None else None
+
+    @property
+    def name(self) -> str:
+        return self.board.name if self.board is not None else ""
+
+    @property
+    def world(self) -> int:
+        return self.board.world if self.board is not None else 1
+
+    @property
+    def others(self) -> list[int]:
+        """The global ranks of the others."""
+        return [member for _, member in self.peers()]
+
+    def peers(self) -> list[tuple[int, int]]:
+        """The others: their rank in the group, and their global one."""
+        if self.board is None:
+            return []
+        return [(rank, member) for rank, member in enumerate(self.board.members) if rank != self.rank]
+
+    def doing(self) -> str:
+        """What this rank is doing, for its signs of life."""
+        return self.progress() if self.progress is not None else ""
+
+    # ---------------------------------------------------------------- waiting
 
     def wait_work(self, work: Any, moment: Callable[[], str], *, meeting: tuple[str, str] | None = None) -> None:
         """Wait for ``work`` (a collective whose wait blocks the host); ``moment`` names it in messages.
@@ -62,13 +122,17 @@ class Watch:
 
             def wait_slice() -> None:  # a future has no wait with a time limit
                 if not done.wait(_SLICE.total_seconds()):
-                    raise RuntimeError("not done within the slice")
+                    raise RuntimeError(_SLICE_OVER)
 
             self._wait(wait_slice, done.is_set, moment)
         try:
             return future.wait()
-        except RuntimeError:
-            self._look_for_last_words(moment)  # a broken connection inside a hook has a peer's error behind it
+        except LockstepError:
+            raise
+        except RuntimeError as error:
+            # A broken connection inside a hook has a peer behind it; anything else is the hook's own.
+            if any(word in str(error).lower() for word in _BROKEN):
+                self.explain_broken(error, moment)
             raise
 
     def gather(self, key: str, mine: str, timeout_seconds: float, *, patience_seconds: float = 0.0) -> dict[int, str]:
@@ -77,27 +141,29 @@ class Watch:
         ``patience_seconds``: how long a failure may stand there before it counts, where it is being handled.
         """
         assert self.board is not None
-        next_report = monotonic() + self._stall_seconds
         impatient = monotonic() + patience_seconds
 
         def moment() -> str:
             return f"the exchange of each rank's {key}"
 
-        def look_around() -> None:
-            nonlocal next_report
-            if monotonic() >= impatient:
-                self._raise_failed_peer(moment)
-            if monotonic() >= next_report:
-                self._report_stall(moment)
-                next_report = monotonic() + 2 * self._stall_seconds
+        vigil = Vigil(self, moment, 0.0, waited=0.0)
 
+        def look_around() -> None:
+            if monotonic() >= impatient:
+                self.raise_failed_peer(moment)
+            vigil.look()
+
+        before, self.board.on_slice = self.board.on_slice, None
         try:
             return self.board.gather(key, mine, timeout_seconds, look_around)
         except LockstepError:
             raise
         except RuntimeError as error:
-            self._raise_lost_peer(error, moment)
+            self.explain_broken(error, moment)
             raise
+        finally:
+            self.board.on_slice = before
+            vigil.close()
 
     def meet(
         self, key: str, subject: str, mine: str, timeout_seconds: float, *, patience_seconds: float = 0.0
@@ -116,32 +182,26 @@ class Watch:
 
     def _come_to_meeting(self, key: str, subject: str) -> None:
         self._met.add(key)
-        if self.board is not None:
-            self.board.post(f"meeting/{self._rank}", json.dumps([key, subject]))
+        if self.pulse is not None:
+            self.pulse.come_to(self.name, key, subject)
 
     def _leave_meeting(self) -> None:
-        try:
-            if self.board is not None:
-                self.board.forget(f"meeting/{self._rank}")
-        except RuntimeError:
-            logger.debug("the store is gone")
+        if self.pulse is not None:
+            self.pulse.leave(self.name)
 
     def _look_for_meetings(self, missed: dict[int, int], moment: Callable[[], str]) -> None:
         """While waiting: raise if a peer has been at a meeting that this rank does not come to, for two slices."""
-        if self.board is None:
+        if self.pulse is None:
             return
-        for rank in range(self.board.world):
-            try:
-                text = self.board.read(f"meeting/{rank}") if rank != self._rank else None
-            except RuntimeError:
-                return
-            key, subject = json.loads(text) if text else ("", "")
+        for rank, member in self.peers():
+            beat = self.pulse.last_seen(member)
+            key, subject = beat.meets.get(self.name, ("", "")) if beat is not None else ("", "")
             if not key or key in self._met:
                 missed.pop(rank, None)
                 continue
             missed[rank] = missed.get(rank, 0) + 1
             if missed[rank] > 2:
-                values = {rank: str(subject), self._rank: f"waits in {moment()}"}
+                values = {rank: subject, self.rank: f"waits in {moment()}"}
                 error = Disagreement(
                     f"Ranks do different things at the same time:\n{rank_table(values)}\n"
                     "Fix: do it on all ranks, before the same step.",
@@ -157,127 +217,199 @@ class Watch:
         moment: Callable[[], str],
         meeting: tuple[str, str] | None = None,
     ) -> None:
-        pause = self._stall_seconds
-        next_report = monotonic() + pause
+        vigil: Vigil | None = None
         missed: dict[int, int] = {}
-        while True:
-            try:
-                wait_slice()
-                break
-            except RuntimeError:
-                if is_completed():  # it ended, perhaps only just now: the next wait says how
-                    try:
-                        wait_slice()
-                        break
-                    except RuntimeError as error:
-                        self._raise_lost_peer(error, moment)
-            self._raise_failed_peer(moment)
-            if meeting is not None:
-                if meeting[0] not in self._met:
+        try:
+            while True:
+                try:
+                    wait_slice()
+                    return
+                except RuntimeError:
+                    if is_completed():  # it ended, perhaps only just now: the next wait says how
+                        try:
+                            wait_slice()
+                            return
+                        except RuntimeError as error:
+                            self._raise_broken(error, moment, vigil)
+                if vigil is None:
+                    vigil = Vigil(self, moment, self.limit_seconds)
+                self.raise_failed_peer(moment)
+                if meeting is not None and meeting[0] not in self._met:
                     self._come_to_meeting(*meeting)
-            else:
-                self._look_for_meetings(missed, moment)
-            if monotonic() >= next_report:
-                self._report_stall(moment)
-                pause *= 2
-                next_report = monotonic() + pause
-        if pause > self._stall_seconds and self.board is not None:
-            self.board.forget(f"waiting/{self._rank}")
+                vigil.look()
+                if meeting is None:
+                    self._look_for_meetings(missed, moment)
+        finally:
+            if vigil is not None:
+                vigil.close()
 
-    # ---------------------------------------------------------------- last words
+    # ---------------------------------------------------------------- what peers have said
 
     def post_failure(self, error: BaseException) -> None:
         """Leave this rank's first error on the board, for peers that will otherwise only see a silence."""
         if self.board is None:
             return
-        words = json.dumps({"rank": self._rank, "type": type(error).__name__, "text": str(error)[:4000]})
+        self._has_posted_failure = True
         try:
-            self.board.post_first("failure", words)
+            self.board.post_first("failure", words_of(error, self.rank).to_json(), _LAST_WORDS_SECONDS)
         except RuntimeError:
-            logger.debug("the store is gone; peers will see a closed connection instead of our error")
+            logger.debug("the store is silent or gone; peers may see a closed connection instead of our error")
 
     def clear_failure(self) -> None:
         """Forget an error that was handled, so that it is not quoted for a later one."""
+        self._has_posted_failure = False
+        self.verdict = None
         if self.board is not None:
             self.board.forget("failure")
 
-    def _raise_failed_peer(self, moment: Callable[[], str]) -> None:
-        if self.board is None:
-            return
-        try:
-            words = self.board.read("failure")
-        except RuntimeError:
-            return
-        if not words:
-            return
-        failure = json.loads(words)
-        if failure["rank"] != self._rank:
-            if failure["type"] == Disagreement.__name__:
-                raise Disagreement(failure["text"])
-            raise PeerFailed(
-                f"Rank {failure['rank']} failed while rank {self._rank} waited for it in {moment()}. It said:\n"
-                f"{failure['type']}: {failure['text']}",
-                failure["rank"],
-            )
-
-    def _raise_lost_peer(self, error: RuntimeError, moment: Callable[[], str]) -> None:
-        self._look_for_last_words(moment)
-        raise PeerFailed(
-            f"Rank {self._rank} lost a peer in {moment()}: {error}\n"
-            "That peer left no error behind: it was killed (out of memory, a signal, a lost host), or it ended without "
-            "an error. Look at the first rank that ended, and at the launcher's summary."
-        ) from error
-
-    def _look_for_last_words(self, moment: Callable[[], str]) -> None:
-        deadline = monotonic() + _LAST_WORDS_SECONDS
-        while self.board is not None and monotonic() < deadline:
-            self._raise_failed_peer(moment)
-            sleep(0.05)
-
-    # ---------------------------------------------------------------- who is late
-
-    def _report_stall(self, moment: Callable[[], str]) -> None:
-        here = moment()
-        arrived: dict[int, str] = {self._rank: here}
-        if self.board is not None:
+    def forget_handled_failure(self) -> None:
+        """A later window has ended well: an error of this rank that stands on the board was handled."""
+        if self._has_posted_failure:
             try:
-                self.board.post(f"waiting/{self._rank}", here)
-                for rank in range(self.board.world):
-                    elsewhere = self.board.read(f"waiting/{rank}")
-                    if elsewhere is not None:
-                        arrived[rank] = elsewhere
-                late = [rank for rank in range(self.board.world) if arrived.get(rank) != here]
+                self.clear_failure()
             except RuntimeError:
-                late = []
-        else:
-            late = []
-        where = "".join(f"; rank {r} waits in {arrived[r]}" for r in late if r in arrived)
-        logger.warning(
-            "Rank %d is still waiting in %s. Ranks that have not arrived there: %s%s.",
-            self._rank,
-            here,
-            late or "none is known to be late (a slow link, or all ranks arrived just now)",
-            where,
+                logger.debug("the store is gone")
+
+    def _failure(self) -> Words | None:
+        """What a peer has left on the board, or at its end; in ranks of the group."""
+        if self.board is None:
+            return None
+        try:
+            words = read_words(self.board.read("failure", _ANSWER_SECONDS), self.world)
+        except RuntimeError:
+            words = None
+        if words is not None and words.rank != self.rank:
+            return words
+        final = self.pulse.final if self.pulse is not None else None
+        if final is None or final.ended or final.rank not in self.others:
+            return None
+        return Words(self.board.members.index(final.rank), final.type, final.text)
+
+    def raise_failed_peer(self, moment: Callable[[], str]) -> None:
+        """Raise if a peer has said that it failed, with its words."""
+        words = self._failure()
+        if words is None:
+            return
+        if words.type == Disagreement.__name__:
+            raise Disagreement(words.text)
+        if words.type in ("PeerLate", "StoreSilent"):
+            raise PeerLate(f"{words.text}\n(Rank {words.rank} has said so; rank {self.rank} stops too.)", words.ranks)
+        raise PeerFailed(
+            f"Rank {words.rank} failed while rank {self.rank} waited for it in {moment()}. It said:\n"
+            f"{words.type}: {words.text}",
+            words.rank,
         )
 
+    def require_wanted(self, moment: Callable[[], str]) -> None:
+        """At the end of a window: raise if the others have given this rank up, in case it has taken long.
 
-_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+        What they had sent before they raised is still delivered, so nothing else would tell.
+        """
+        self.raise_verdict()
+        now = monotonic()
+        was_long, self._last_window = now - self._last_window > _SLICE.total_seconds(), now
+        if not was_long:
+            return
+        # One that gave no sign of life for so long was given up; the others' word for it may still be on its way.
+        gap = self.pulse.take_longest_gap() if self.pulse is not None else 0.0
+        deadline = now + (_HEARING_SECONDS if self.heartbeat_seconds and gap > 0.8 * self.heartbeat_seconds else 0.0)
+        self.raise_failed_peer(moment)
+        while monotonic() < deadline:
+            sleep(0.05)
+            self.raise_failed_peer(moment)
 
+    def raise_verdict(self) -> None:
+        """Raise what the watchdog of collectives on a device has found."""
+        if self.verdict is not None:
+            raise self.verdict
 
-def _leave_last_words(watch: Watch) -> None:
-    """An exception that ends this process, wherever it was raised, is left on the board for the peers."""
-    if not _is_installed():
-        previous = sys.excepthook
+    def require_peers(self) -> None:
+        """While a board waits: raise if a peer has failed or is gone."""
 
-        def post_and_show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            for living in _watches:
-                living.post_failure(error)
-            previous(kind, error, trace)
+        def moment() -> str:
+            return "an exchange over the store"
 
-        post_and_show.is_lockstep = True  # type: ignore[attr-defined]
-        sys.excepthook = post_and_show
-    _watches.add(watch)
+        self.raise_failed_peer(moment)
+        for rank, _ in self.peers():
+            reason = self.why_gone(rank)
+            if reason is not None:
+                raise self.lost(rank, moment(), reason)
 
+    # ---------------------------------------------------------------- peers that are gone
 
-def _is_installed() -> bool:
-    return bool(_watches) or hasattr(sys.excepthook, "is_lockstep")
+    def why_gone(self, rank: int) -> Gone | None:
+        """Say why a rank cannot come any more; None where it can, as far as is known."""
+        if self.pulse is None or self.board is None:
+            return None
+        member = self.board.members[rank]
+        final, beat = self.pulse.final, self.pulse.last_seen(member)
+        if final is not None and final.ended and final.rank == member:
+            return Gone(final.text, ended=True)
+        if beat is not None and beat.ended:
+            return Gone(f"ended its program {beat.doing}", ended=True)
+        process = self.pulse.process_of(member)
+        if process is not None and process.is_dead:
+            seen = f" It was last seen {beat.words}." if beat is not None else ""
+            return Gone(
+                "was killed (a signal, out of memory) or left by os._exit: it left no word behind. The launcher's "
+                f"summary has its exit code.{seen}",
+                ended=False,
+            )
+        return None
+
+    def condition(self, rank: int) -> str:
+        """What can be seen of a rank's process from here; empty where there is nothing special."""
+        if self.pulse is None or self.board is None:
+            return ""
+        process = self.pulse.process_of(self.board.members[rank])
+        if process is not None and process.is_dead:
+            return f"has ended ({process})"
+        return f"is stopped, by SIGSTOP or a debugger ({process})" if process is not None and process.is_stopped else ""
+
+    def lost(self, rank: int, place: str, reason: Gone) -> PeerLost:
+        """The error for a peer that is gone."""
+        assert self.board is not None
+        process = self.pulse.process_of(self.board.members[rank]) if self.pulse is not None else None
+        who = f"Rank {rank} ({process})" if process is not None else f"Rank {rank}"
+        fix = "\nFix: give all ranks as many batches, or wrap the loop in model.join()." if reason.ended else ""
+        return PeerLost(
+            f"{who} is gone, and rank {self.rank} waited for it in {place}. It {reason.text}{fix}",
+            rank,
+            host=process.host if process is not None else "",
+            pid=process.pid if process is not None else None,
+        )
+
+    def _raise_broken(self, error: RuntimeError, moment: Callable[[], str], vigil: Vigil | None) -> None:
+        if vigil is not None and self._group_seconds and vigil.waited + 2.0 >= self._group_seconds:
+            raise vigil.too_late(f"did not arrive within the process group's {self._group_seconds:g} s") from error
+        self.explain_broken(error, moment)
+        raise PeerLost(
+            f"Rank {self.rank} lost a peer in {moment()}: {error}\nThat peer left no error behind, and which one it is "
+            "could not be seen from here: look at the first rank that ended, and at the launcher's summary."
+        ) from error
+
+    def explain_broken(self, error: RuntimeError, moment: Callable[[], str]) -> None:
+        """A connection broke: raise what the peer said, or which one is gone; return where nothing is found."""
+        if self.board is None:
+            return
+        begin = monotonic()
+        numbers: dict[int, set[int]] = {}
+        while monotonic() < begin + _SEARCH_SECONDS:
+            self.raise_failed_peer(moment)
+            beats = self.pulse.look(self.others) if self.pulse is not None else None
+            for rank, member in self.peers():
+                reason = self.why_gone(rank)
+                # Others may only be losing connections because of the first one: words come before guesses.
+                if reason is not None and (reason.ended or monotonic() > begin + _LAST_WORDS_SECONDS / 2):
+                    raise self.lost(rank, moment(), reason) from error
+                if beats is not None and member in beats:
+                    numbers.setdefault(rank, set()).add(beats[member].number)
+            sleep(0.05)
+        self._blame_silence(numbers, error, moment)
+
+    def _blame_silence(self, numbers: dict[int, set[int]], error: RuntimeError, moment: Callable[[], str]) -> None:
+        """On other hosts: the one that gives no sign of life any more, where the others do."""
+        silent = [rank for rank, _ in self.peers() if len(numbers.get(rank, ())) == 1]
+        if len(silent) == 1 and self.pulse is not None and self.pulse.period <= 1.0:
+            reason = Gone(f"gives no sign of life since the connection broke ({error}).", ended=False)
+            raise self.lost(silent[0], moment(), reason) from error

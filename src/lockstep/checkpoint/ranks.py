@@ -6,7 +6,6 @@ get in the way of, and a rank that is gone must be named.
 
 from __future__ import annotations
 
-import json
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,9 +13,9 @@ from time import monotonic
 from typing import Any
 
 from lockstep import torch_private
+from lockstep.agree.alive import card, owner_of
 from lockstep.agree.board import Board, open_board
-from lockstep.checkpoint.alive import card, is_dead
-from lockstep.errors import PeerFailed, PeerLate
+from lockstep.errors import PeerLate, PeerLost
 
 
 class LocalStore:
@@ -90,11 +89,13 @@ class Ranks:
     def _require_living(self, ranks: Sequence[int], what: str) -> None:
         """Raise if a process that is waited for has ended."""
         for rank in ranks:
-            if rank != self.rank and is_dead(text := self.hear(f"process/{rank}")):
-                raise PeerFailed(
-                    f"Rank {rank} (process {json.loads(text or '')[1]}) has ended while rank {self.rank} waited for "
-                    f"{what}.",
+            process = owner_of(self.hear(f"process/{rank}")) if rank != self.rank else None
+            if process is not None and process.is_dead:
+                raise PeerLost(
+                    f"Rank {rank} ({process}) has ended while rank {self.rank} waited for {what}.",
                     rank,
+                    host=process.host,
+                    pid=process.pid,
                 )
 
     def gather(self, what: str, mine: str) -> dict[int, str]:

@@ -110,6 +110,7 @@ class Updating:
         for reference in self._steps:
             step = reference()
             if step is not None:
+                step.reducer.finiteness.refuse_compiled(step.reducer.slots)
                 before_update(step, lambda: self._ids)
         return self._compiled(*args)
 

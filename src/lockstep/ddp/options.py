@@ -6,6 +6,7 @@ since scripts and tests match on them.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.engine.grad_memory import GradOwnership
+from lockstep.engine.nonfinite import Policy
 from lockstep.engine.union import Check
 from lockstep.graph.backend import STRATEGIES
 from lockstep.plan import BucketCaps, Plan
@@ -54,6 +56,8 @@ class Options:
     bucket_order: BucketOrder
     overlap: Overlap | None
     check: Check
+    late_timeout: float | None
+    nonfinite: Policy
 
     def __post_init__(self) -> None:
         self._check_words()
@@ -72,6 +76,7 @@ class Options:
             raise ValueError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
             )
+        self._check_late_timeout()
         self._check_group()
         self._warn_deprecated(stacklevel=5)  # whoever called the wrapper: over this, __init__ here, __init__ there
 
@@ -80,8 +85,20 @@ class Options:
             raise ValueError(f'bucket_order must be "declared" or "observed", got {self.bucket_order!r}.')
         if self.check not in get_args(Check):
             raise ValueError(f'check must be "step", "collective" or "off", got {self.check!r}.')
+        if self.nonfinite not in get_args(Policy):
+            raise ValueError(f'nonfinite must be "warn", "raise", "skip" or "ignore", got {self.nonfinite!r}.')
         if self.overlap not in (None, *STRATEGIES):
             raise ValueError(f"overlap must be one of {', '.join(STRATEGIES)} or None, got {self.overlap!r}.")
+
+    def _check_late_timeout(self) -> None:
+        seconds = self.late_timeout
+        if seconds is None:
+            return
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+            raise ValueError(
+                "late_timeout must be None or a number of seconds, 0 or more (0: the process group's timeout), got "
+                f"{seconds!r}."
+            )
 
     def _check_group(self) -> None:
         if self.device_mesh is None:
@@ -174,6 +191,7 @@ class Options:
             "bucket_order": self.bucket_order,
             "overlap": self.overlap,
             "check": self.check,
+            "nonfinite": self.nonfinite,
             "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
             "mixed_precision": self.mixed_precision,
             "delay_all_reduce_named_params": self.delayed_names,

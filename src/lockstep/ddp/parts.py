@@ -87,6 +87,7 @@ def build_parts(
         finds_unused=options.find_unused_parameters,
         skips_unused_buckets=options.skip_all_reduce_unused_params,
     )
+    step.reducer.finiteness.policy = options.nonfinite
     precision.serve(step)
     note_engine_errors(data, step)
     step_guard.watch(step)

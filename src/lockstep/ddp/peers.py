@@ -22,14 +22,19 @@ class Peers:
     apart, since a program may make them on one rank only.
     """
 
-    def __init__(self, group: dist.ProcessGroup, check: Check, kind: str = "wrappers") -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, check: Check, kind: str = "wrappers", late_timeout: float | None = None
+    ) -> None:
         self._check = check
+        self._late_timeout = late_timeout
         self._meet(group, kind)
 
     def _meet(self, group: dist.ProcessGroup, kind: str) -> None:
         self.group = group
         self.board = open_board(group, kind)
-        self.watch = Watch(self.board, group.rank())
+        self.watch = Watch(
+            self.board, group.rank(), self._late_timeout, torch_private.group_timeout(group).total_seconds()
+        )
 
     @property
     def rank(self) -> int:
@@ -81,6 +86,7 @@ class Peers:
         """Go on with another group, and take ``step`` along."""
         self._meet(group, "wrappers")
         step.reducer.use_transport(self.transport())
+        step.report_progress()
         step.lane.leave(step)
         step.lane = self.lane
         step.lane.enter(step)

@@ -32,6 +32,7 @@ from lockstep.ddp.options import BucketOrder, Device, Options, Overlap
 from lockstep.ddp.parts import BROADCAST_CHUNK_BYTES, build_parts
 from lockstep.ddp.peers import Peers
 from lockstep.ddp.torch_names import TorchNames
+from lockstep.engine.nonfinite import Policy
 from lockstep.engine.optimizer_in_backward import take_over_optimizers
 from lockstep.engine.recovery import MADE_EQUAL, reset_together
 from lockstep.engine.union import Check
@@ -77,6 +78,11 @@ class DistributedDataParallel(TorchNames, _Base):
             bucket starts inside the one compiled backward graph; ``"split"``: the graph is cut at bucket boundaries and
             each part compiled by your backend; ``"none"``: the reduction starts when the compiled backward has
             returned.  ``None`` (default) is ``"graph"``, and ``"split"`` for backends that do not trace a backward.
+        late_timeout: seconds to wait for a rank that is alive but does not arrive, before all ranks raise PeerLate;
+            ``None`` (default) or 0: as long as the process group's timeout.
+        nonfinite: what to do about gradients that are NaN or Inf on any rank: ``"warn"`` (default) once per episode,
+            with rank and parameters; ``"raise"`` on all ranks; ``"skip"`` the optimizer's step on all ranks;
+            ``"ignore"``.  On a GPU ``"raise"`` and ``"skip"`` wait for it at the end of each step.
     """
 
     # Compilers ask the class which wrapper is running.
@@ -110,6 +116,8 @@ class DistributedDataParallel(TorchNames, _Base):
         bucket_order: BucketOrder = "declared",
         overlap: Overlap | None = None,
         check: Check = "step",
+        late_timeout: float | None = None,
+        nonfinite: Policy = "warn",
     ) -> None:
         nn.Module.__init__(self)  # Joinable's own state is the part's, see uneven.py
         self._options = options = Options(
@@ -137,13 +145,15 @@ class DistributedDataParallel(TorchNames, _Base):
             bucket_order=bucket_order,
             overlap=overlap,
             check=check,
+            late_timeout=late_timeout,
+            nonfinite=nonfinite,
         )
         self.require_backward_grad_sync = True
         self.use_side_stream_for_tensor_copies = os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self.logger = LoggingData()
-        self._peers = Peers(setup.choose_process_group(process_group, device_mesh), check)
+        self._peers = Peers(setup.choose_process_group(process_group, device_mesh), check, late_timeout=late_timeout)
         with wrap_failures_told(self._peers.board if init_sync else None):
             self._wrapped = setup.take_module(module, options)
             self.module = module
@@ -468,7 +478,7 @@ class DistributedDataParallel(TorchNames, _Base):
         nn.Module.__setstate__(self, state)
         options = self._options
         self.logger = LoggingData()
-        self._peers = Peers(torch_private.default_group(), options.check, "copies")
+        self._peers = Peers(torch_private.default_group(), options.check, "copies", options.late_timeout)
         self._wrapped = setup.take_module(self.module, options)
         self._reject_sync_batch_norm()
         self._build()

@@ -71,9 +71,9 @@ class CollectiveAudit:
             return
         details = json.dumps({"mine": mine + where, "foreign": list(self._foreign)})
         told = self._watch.gather(f"collective {self._number}", details, 60.0)
-        facts = {rank: json.loads(text) for rank, text in told.items()}
-        values = {rank: str(fact["mine"]) for rank, fact in facts.items()}
-        lines = [f"  rank {rank}: {'; '.join(fact['foreign']) or 'none'}" for rank, fact in sorted(facts.items())]
+        facts = {rank: _read_fact(text) for rank, text in told.items()}
+        values = {rank: mine for rank, (mine, _) in facts.items()}
+        lines = [f"  rank {rank}: {foreign or 'none'}" for rank, (_, foreign) in sorted(facts.items())]
         raise Disagreement(
             "Ranks were about to pair up different collectives of one process group, which gives wrong sums without a "
             f"word:\n{rank_table(values)}\nThe program's own collectives on this group, the last ones of each rank:\n"
@@ -83,6 +83,15 @@ class CollectiveAudit:
             "(torch.distributed.new_group).",
             values,
         )
+
+
+def _read_fact(text: str) -> tuple[str, str]:
+    """What a rank has told: its collective, and the program's own ones before."""
+    try:
+        data = json.loads(text)
+        return str(data["mine"]), "; ".join(map(str, data["foreign"]))
+    except (ValueError, TypeError, KeyError):
+        return f"something that cannot be read: {text[:200]!r}", ""
 
 
 _audits: weakref.WeakKeyDictionary[Any, CollectiveAudit] = weakref.WeakKeyDictionary()

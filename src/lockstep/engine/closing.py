@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from lockstep import errors
+from lockstep.agree.beat import Place
 from lockstep.agree.stamp import Stamp
 from lockstep.engine.bucket import LiveBucket, Slot
 from lockstep.engine.states import Kind
 from lockstep.engine.union import Union
+from lockstep.observe.timeline import now
 
 if TYPE_CHECKING:
     from lockstep.engine.step import SyncStep
@@ -24,14 +26,22 @@ class Closing:
         self.union = union
         self.used_counts: list[int] | None = None  # on how many ranks each parameter was used
         self.is_collecting = False
+        self._waited_before = 0.0  # in the window before this one
+        self._marks: Sequence[int] = ()  # what ranks saw in their gradients, see nonfinite.py
 
     def close(self) -> None:
         """Compare with the other ranks, collect everything, hand it out."""
+        reducer = self._step.reducer
         bits = self._unite()
         if self._step.kind is Kind.FOLLOW_UP:
             self._reduce_reached(bits)
         else:
             self._collect_all(self._remaining(bits))
+        self._waited_before = reducer.timeline.waited_seconds
+        if any(self._marks):
+            reducer.finiteness.judge(self._marks, reducer.rank, reducer.timeline.step, reducer.buckets)
+            if self._step.intake.context_gradients is None:
+                reducer.finiteness.drop(reducer.slots)
 
     # ---------------------------------------------------------------- what ranks tell each other
 
@@ -40,13 +50,21 @@ class Closing:
         reducer = self._step.reducer
         bits = self._own_bits()
         used = self.local_used_counts() if self._asks_for_used() else None
+        waited_us = int(1e6 * self._waited_before)
+        mark = reducer.finiteness.mark(self._step.num_windows)
         if self.union.control is None:
+            self._marks = [mark]
             return self._unite_alone(bits, used)
         reducer.land_unordered()
+        start = now()
         bits, counts = self.union.unite(
-            reducer.transport, self._stamp, bits, used, self._moment, self._step.updates_itself
+            reducer.transport, self._stamp, bits, used, self._moment, self._step.updates_itself, mark, waited_us
         )
+        reducer.timeline.record("compare", start, now())
+        self._marks = self.union.marks
+        reducer.timeline.stragglers.note(self.union.waits, reducer.rank)
         self.used_counts = self.used_counts if counts is None else counts
+        reducer.transport.watch.require_wanted(self._moment)
         return bits
 
     def _own_bits(self) -> int:
@@ -68,15 +86,17 @@ class Closing:
             raise errors.late_gradient(_names_of(self._step.intake.remainders), rank=reducer.rank, hook="")
         return 0
 
-    def _moment(self) -> str:
+    def _moment(self) -> Place:
         """What ranks that compare wait for: mostly for a peer that has not sent a bucket yet."""
         reducer = self._step.reducer
         under_way = [bucket for bucket in reducer.buckets if bucket.flight is not None]
         for bucket in under_way:
             if not bucket.flight.is_done():
                 return reducer.moment(bucket)
-        end = f"the comparison of ranks at the end of step {reducer.timeline.step}"
-        return f"{end}, after {reducer.moment(under_way[-1])}" if under_way else end
+        step = reducer.timeline.step
+        end = f"the comparison of ranks at the end of step {step}"
+        after = f", after {reducer.moment(under_way[-1])}" if under_way else ""
+        return Place(end + after, step, len(reducer.buckets))
 
     def _stamp(self) -> Stamp:
         step = self._step
@@ -176,9 +196,13 @@ class Closing:
             reducer.hand_out(bucket, is_used, in_place=intake.context_gradients is not None, into=intake.results)
 
     def _after(self, bucket: LiveBucket) -> None:
-        if self._step.after_bucket is not None:
+        if self._step.after_bucket is not None and not self._is_withheld():
             with self._handing_out():
                 self._step.after_bucket(bucket)
+
+    def _is_withheld(self) -> bool:
+        """Whether optimizers in the backward must not use what has come."""
+        return any(self._marks) and self._step.reducer.finiteness.waits
 
     @contextlib.contextmanager
     def _handing_out(self) -> Iterator[None]:

@@ -109,4 +109,4 @@ class HookExchange:
             raise
         if not (callable(getattr(future, "wait", None)) and callable(getattr(future, "then", None))):
             raise errors.bad_hook_result(self.name, type(future).__name__)
-        return HookFlight(future, self.name)
+        return HookFlight(future, self.name, self._transport.on_stream(flat.device))

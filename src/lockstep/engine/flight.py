@@ -28,8 +28,15 @@ class Flight(Protocol):
 class WorkFlight:
     """A collective of the process group, in place on the launched buffer."""
 
-    def __init__(self, work: Any, blocks_host: bool, after: Callable[[], Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        work: Any,
+        blocks_host: bool,
+        after: Callable[[], Tensor] | None = None,
+        on_stream: Callable[[Moment], None] | None = None,
+    ) -> None:
         self._work = work
+        self._on_stream = on_stream  # told when a stream was let wait for it
         self._blocks_host = blocks_host
         self._after = after
         self.landed_ns: int | None = None
@@ -61,14 +68,22 @@ class WorkFlight:
             watch.wait_work(self._work, moment)
         else:
             self._work.wait()  # only makes the current stream wait
+            if self._on_stream is not None:
+                self._on_stream(moment)
         return self._after() if self._after is not None else None
 
 
 class HookFlight:
     """What a communication hook returned: a future that holds the reduced buffer."""
 
-    def __init__(self, future: torch.futures.Future[Any], hook_name: str) -> None:
+    def __init__(
+        self,
+        future: torch.futures.Future[Any],
+        hook_name: str,
+        on_stream: Callable[[Moment], None] | None = None,
+    ) -> None:
         self._future = future
+        self._on_stream = on_stream
         self._hook_name = hook_name
         self.landed_ns: int | None = None
 
@@ -77,6 +92,8 @@ class HookFlight:
 
     def land(self, watch: Watch, moment: Moment) -> Tensor | None:
         value = watch.wait_future(self._future, moment)
+        if self._on_stream is not None:
+            self._on_stream(moment)
         if isinstance(value, (list, tuple)) and len(value) == 1:
             value = value[0]
         if not isinstance(value, Tensor):

@@ -41,7 +41,7 @@ def reset_together(step: SyncStep, mended: str = "") -> None:
         key = f"reset {step.num_resets + 1}"
         mine = json.dumps([sent, step.num_updates, mended])
         told = watch.meet(key, "reset_sync_window()", mine, MEETING_SECONDS, patience_seconds=_PATIENCE_SECONDS)
-        facts = {rank: json.loads(text) for rank, text in told.items()}
+        facts = {rank: _read_fact(rank, text) for rank, text in told.items()}
         if reducer.exchange.is_linear:
             _catch_up(step, sent, max(fact[0] for fact in facts.values()))
         control = step.closing.union.control
@@ -58,6 +58,17 @@ def reset_together(step: SyncStep, mended: str = "") -> None:
         _require_equal(step, facts)
         step.num_updates = 0
         step.has_fresh_gradients = False
+
+
+def _read_fact(rank: int, text: str) -> tuple[int, int, str]:
+    """What a rank has told about itself; what is not of that form is not from a rank of this program."""
+    try:
+        sent, updates, mended = json.loads(text)
+    except (ValueError, TypeError):
+        sent = updates = mended = None
+    if not (isinstance(sent, int) and isinstance(updates, int) and isinstance(mended, str)):
+        raise Disagreement(f"What rank {rank} has told for reset_sync_window() cannot be read: {text[:200]!r}.")
+    return sent, updates, mended
 
 
 def _require_equal(step: SyncStep, facts: Mapping[int, tuple[int, int, str]]) -> None:

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from lockstep import errors, torch_private
+from lockstep.agree.beat import Place
 from lockstep.engine.bucket import LiveBucket, Slot
 from lockstep.engine.exchange import CommHook, Exchange, HookExchange, MeanExchange
 from lockstep.engine.grad_memory import _NOTHING, GradMemory
+from lockstep.engine.nonfinite import Finiteness
 from lockstep.engine.sparse import pack_sparse
 from lockstep.engine.transport import Transport
 from lockstep.observe.moments import StepMoment, listeners, reached
@@ -41,6 +43,7 @@ class Reducer:
         self.mean = MeanExchange(transport)
         self.exchange: Exchange = self.mean
         self.num_buckets_reduced = 0
+        self.finiteness = Finiteness()
         self.use_plan(plan, slots)
 
     @property
@@ -117,6 +120,7 @@ class Reducer:
             elif not self._is_full(bucket, gradients):
                 self.memory.pack(bucket, gradients, self.scale_of(bucket), takes=takes)
             assert bucket.flat is not None
+            self.finiteness.look(bucket, len(self.buckets))
             packed = now()
             if listeners:
                 self._tell(StepMoment.PACKED, bucket)
@@ -150,9 +154,12 @@ class Reducer:
 
     # ---------------------------------------------------------------- collect
 
-    def moment(self, bucket: LiveBucket) -> str:
+    def moment(self, bucket: LiveBucket) -> Place:
         """How messages name this bucket's reduction."""
-        return f"the reduction of bucket {bucket.index} ({bucket.shown_names}) in step {self.timeline.step}"
+        step = self.timeline.step
+        return Place(
+            f"the reduction of bucket {bucket.index} ({bucket.shown_names}) in step {step}", step, bucket.index
+        )
 
     def _tell(self, moment: StepMoment, bucket: LiveBucket) -> None:
         reached(moment, self.timeline.step, bucket.index, bucket.shown_names, bucket)

@@ -31,6 +31,7 @@ queues the callback in the outermost pass instead, whose end marks the rest as u
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -102,6 +103,18 @@ class SyncStep:
         self._forget_window()
         self.forget_pass()
         lane.enter(self)
+        self.report_progress()
+
+    def report_progress(self) -> None:
+        """Let the watch say which step this rank is in, to those who wait for it."""
+        me = weakref.ref(self)
+        watch = self.reducer.transport.watch
+        watch.progress = lambda: "" if (step := me()) is None else step.progress()
+
+    def progress(self) -> str:
+        """Where this rank is, in a few words."""
+        step = self.reducer.timeline.step
+        return f"after {step} steps" if self.state is State.IDLE else f"in step {step}"
 
     # ---------------------------------------------------------------- the plan
 
@@ -180,6 +193,7 @@ class SyncStep:
         self._forget_window()
         self.ready_order = []
         self.reducer.num_buckets_reduced = 0
+        self.reducer.finiteness.open()
         for bucket in self.reducer.buckets:
             bucket.open()
         for slot in self.reducer.slots:
@@ -254,7 +268,8 @@ class SyncStep:
             return
         intake = self.intake
         self.reducer.launch(bucket, intake.gradients_of(bucket), takes=intake.context_gradients is None)
-        if self.after_bucket is not None and not (self.finds_unused or self.static.is_on or intake.brought):
+        waits = self.finds_unused or self.static.is_on or intake.brought or self.reducer.finiteness.waits
+        if self.after_bucket is not None and not waits:
             self._collect_landed(bucket)
 
     def _collect_landed(self, newest: LiveBucket) -> None:
@@ -370,6 +385,7 @@ class SyncStep:
         self.has_fresh_gradients = True
         self.num_windows += 1
         self.reducer.timeline.end_step()
+        self.reducer.transport.watch.forget_handled_failure()
         if listeners:
             reached(StepMoment.END, self.reducer.timeline.step - 1)
 

@@ -41,11 +41,13 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     for reference in _steps_of(optimizer):
         step = reference()
         if step is not None:
+            step.reducer.finiteness.drop(step.reducer.slots)
             before_update(step, lambda: _ids(optimizer))
 
 
 def before_update(step: SyncStep, stepped: Callable[[], set[int]]) -> None:
     """Some parameters of a model (``stepped``, by ``id``) are about to be updated: count it, and stop what is wrong."""
+    step.reducer.transport.watch.raise_verdict()
     if step.state is not State.IDLE:
         if not step.closing.is_collecting:
             _stop_unfinished(step, stepped())

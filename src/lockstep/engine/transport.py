@@ -5,7 +5,10 @@ What a backend can do (average by itself, be waited for without stopping the hos
 
 from __future__ import annotations
 
+import logging
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ from torch import Tensor
 
 from lockstep import torch_private
 from lockstep.agree.watch import Watch
+from lockstep.engine.aloft import Aloft
 from lockstep.engine.audit import CollectiveAudit
 from lockstep.engine.flight import Moment, WorkFlight
 
@@ -35,6 +39,7 @@ class Transport:
         # A world of one has nothing to send; a benchmark may want to see the collective all the same.
         self.forces_collective = False
         self.audit: CollectiveAudit | None = None
+        self._aloft: Aloft | None = None
         self._backends: dict[torch.device, str] = {}
 
     # ---------------------------------------------------------------- facts
@@ -77,7 +82,7 @@ class Transport:
         self._before(name or "all-reduce", wire)
         op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
         work = torch_private.all_reduce(self.process_group, wire, op)
-        return WorkFlight(work, self.blocks_host(tensor.device))
+        return self._flight(work, tensor)
 
     def start_all_gather(self, gathered: Tensor, mine: Tensor, name: str) -> WorkFlight:
         """Start collecting everyone's ``mine``, in the order of ranks."""
@@ -86,7 +91,7 @@ class Transport:
         # The newer name of the same; looked up here, since the older one will go.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         work = gather(gathered, mine, group=self.process_group, async_op=True)
-        return WorkFlight(work, self.blocks_host(mine.device))
+        return self._flight(work, mine)
 
     def start_reduce_scatter(self, mine: Tensor, everyones: Tensor, *, mean: bool, name: str) -> WorkFlight:
         """Start the sum or mean of ``everyones`` over the group, of which each rank gets its part."""
@@ -95,34 +100,43 @@ class Transport:
         op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         work = scatter(mine, everyones, op=op, group=self.process_group, async_op=True)
-        return WorkFlight(work, self.blocks_host(mine.device))
+        return self._flight(work, mine)
 
     def start_sparse_all_reduce(self, tensor: Tensor, name: str) -> WorkFlight:
         """Start the sum of a sparse tensor, on a backend that has one."""
         self._before(name, tensor)
-        return WorkFlight(
-            dist.all_reduce(tensor, group=self.process_group, async_op=True), self.blocks_host(tensor.device)
-        )
+        return self._flight(dist.all_reduce(tensor, group=self.process_group, async_op=True), tensor)
 
     def start_max(self, tensor: Tensor) -> WorkFlight:
         """Start the maximum of ``tensor`` over the group, in place."""
         self._before("maximum", tensor)
         work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.process_group, async_op=True)
-        return WorkFlight(work, self.blocks_host(tensor.device))
+        return self._flight(work, tensor)
 
     def start_broadcast(self, tensor: Tensor, source: int) -> WorkFlight:
         """Start sending ``tensor`` from group rank ``source`` to all, in place."""
         self._before(f"broadcast from rank {source}", tensor)
         work = dist.broadcast(tensor, group=self.process_group, group_src=source, async_op=True)
-        return WorkFlight(work, self.blocks_host(tensor.device))
+        return self._flight(work, tensor)
 
     def all_gather(self, tensor: Tensor, moment: Moment) -> list[Tensor]:
         """Everyone's ``tensor``, of the same shape on all ranks."""
         self._before("all-gather", tensor)
         parts = [torch.empty_like(tensor) for _ in range(self.world)]
         work = dist.all_gather(parts, tensor, group=self.process_group, async_op=True)
-        WorkFlight(work, self.blocks_host(tensor.device)).land(self.watch, moment)
+        self._flight(work, tensor).land(self.watch, moment)
         return parts
+
+    def _flight(self, work: Any, tensor: Tensor) -> WorkFlight:
+        return WorkFlight(work, self.blocks_host(tensor.device), on_stream=self.on_stream(tensor.device))
+
+    def on_stream(self, device: torch.device) -> Callable[[Moment], None] | None:
+        """Whom to tell of a collective that only a stream waits for; None where the host does."""
+        if device.type != "cuda" or self.blocks_host(device):
+            return None
+        if self._aloft is None:
+            self._aloft = Aloft(self.watch, partial(_abort, self.process_group))
+        return self._aloft.note
 
     def announce_hook(self, name: str, flat: Tensor) -> None:
         """A communication hook is about to start collectives of its own on this group."""
@@ -145,3 +159,11 @@ class Transport:
     def land(self, flight: Any, moment: str) -> None:
         """Wait for a collective that is not a bucket's."""
         flight.land(self.watch, lambda: moment)
+
+
+def _abort(process_group: Any) -> None:
+    """End what a group has under way, so that streams, and whoever waits for them, go on."""
+    try:
+        process_group.abort()
+    except (RuntimeError, AttributeError, NotImplementedError) as error:
+        logging.getLogger("lockstep").error("The process group cannot be aborted: %s", error)

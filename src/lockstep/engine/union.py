@@ -23,6 +23,7 @@ Check = Literal["step", "collective", "off"]
 _STAMP_SECONDS = 60.0
 # In the place of a stamp: of a rank that has run out of data, and of one that does not compare.
 _JOINED, _UNCHECKED = 0, -1
+_HEAD = 3  # numbers before the sets: stamp, mark, waited
 
 
 class Union:
@@ -33,6 +34,9 @@ class Union:
         self.name = name  # of the model, the same on all ranks
         self.check: Check = check
         self._num_bits = 1
+        # What each rank told in the last exchange: a mark (nonfinite.py), and how long it waited in the window before.
+        self.marks: list[int] = []
+        self.waits: list[int] = []
         # Not where some ranks never update the model themselves, but are given its weights.
         self.compares_updates = True
 
@@ -40,7 +44,7 @@ class Union:
         """Make room for sets of this size."""
         self._num_bits = max(1, num_bits)
         if self.control is not None:
-            self.control.reserve(1 + 2 * len(to_words(0, self._num_bits)))
+            self.control.reserve(_HEAD + 2 * len(to_words(0, self._num_bits)))
 
     def move(self, control: ControlPlane | None, name: str) -> None:
         """Go on with another group."""
@@ -55,6 +59,8 @@ class Union:
         used: Sequence[int] | None,
         moment: Callable[[], str],
         updates_itself: Callable[[], bool],
+        mark: int = 0,
+        waited_us: int = 0,
     ) -> tuple[int, list[int] | None]:
         """Compare stamps; returns the bits that any rank has, and how many ranks used each parameter.
 
@@ -62,7 +68,7 @@ class Union:
         """
         mine = stamp() if self.check != "off" else None
         digest = mine.digest() if mine is not None else _UNCHECKED
-        digests, united, counts = self._tell(transport, digest, bits, used, moment)
+        digests, united, counts = self._tell(transport, [digest, mark, waited_us], bits, used, moment)
         if digests - {digest, _JOINED}:
             if mine is None:
                 raise errors.Disagreement("Ranks were wrapped with different values of check=.")
@@ -75,19 +81,21 @@ class Union:
 
     def mirror(self, transport: Transport, num_used: int, moment: Callable[[], str]) -> tuple[int, list[int] | None]:
         """Take part without a word of one's own: a rank that has run out of data (join)."""
-        _, united, counts = self._tell(transport, _JOINED, 0, [0] * num_used or None, moment)
+        _, united, counts = self._tell(transport, [_JOINED, 0, 0], 0, [0] * num_used or None, moment)
         return united, counts
 
     def _tell(
-        self, transport: Transport, digest: int, bits: int, used: Sequence[int] | None, moment: Callable[[], str]
+        self, transport: Transport, head: list[int], bits: int, used: Sequence[int] | None, moment: Callable[[], str]
     ) -> tuple[set[int], int, list[int] | None]:
         assert self.control is not None
         words = to_words(bits, self._num_bits)
         used_bits = sum(1 << position for position, is_used in enumerate(used or ()) if is_used)
-        message = [digest, *words, *to_words(used_bits, self._num_bits)]
+        message = [*head, *words, *to_words(used_bits, self._num_bits)]
         everyones = self.control.start(message, transport.watch).wait(moment)
-        middle, end = 1 + len(words), len(message)
-        united = reduce(or_, (from_words(numbers[1:middle]) for numbers in everyones))
+        self.marks = [numbers[1] for numbers in everyones]
+        self.waits = [numbers[2] for numbers in everyones]
+        middle, end = _HEAD + len(words), len(message)
+        united = reduce(or_, (from_words(numbers[_HEAD:middle]) for numbers in everyones))
         counts = None
         if used is not None:
             sets = [from_words(numbers[middle:end]) for numbers in everyones]

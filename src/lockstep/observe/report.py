@@ -27,17 +27,18 @@ MEANING = {
     "launch": "launch: pack a bucket and start its reduction",
     "travel": "travel: a bucket's reduction is under way",
     "collect": "collect: wait for a bucket (exposed communication)",
+    "compare": "compare: the exchange that ends the step, and the wait for the last rank",
     "gather": "gather: start gathering a sharded unit",
     "gathered": "gathered: wait for a unit (exposed communication)",
 }
 
 STYLE = """
 :root { --page:#f7f7f5; --card:#fff; --ink:#1d2430; --soft:#5d6675; --line:#dfe2e8; --forward:#5b8def;
-  --backward:#2a9d8f; --launch:#8a6fc1; --travel:#e0a526; --collect:#d8433b;
+  --backward:#2a9d8f; --launch:#8a6fc1; --travel:#e0a526; --collect:#d8433b; --compare:#c77d4f;
   --gather:#7a8b99; --gathered:#b5475e; --loss:#3566c8; --faint:#b9c8ea; }
 @media (prefers-color-scheme: dark) { :root { --page:#14171c; --card:#1c2128; --ink:#e6e9ef; --soft:#9aa4b2;
   --line:#323945; --forward:#5f92f5; --backward:#35b3a3; --launch:#a68ce0; --travel:#d9a73a; --collect:#f0635a;
-  --gather:#8c9dab; --gathered:#d26a80;
+  --gather:#8c9dab; --gathered:#d26a80; --compare:#d9915f;
   --loss:#7fa7ff; --faint:#3c4d73; } }
 * { box-sizing:border-box; }
 body { margin:0; background:var(--page); color:var(--ink); line-height:1.45;
@@ -57,7 +58,7 @@ svg .travel + text.in { fill:#2b2107; font-weight:600; }
 .raw { fill:none; stroke:var(--faint); stroke-width:1.2; }
 .smooth { fill:none; stroke:var(--loss); stroke-width:2; stroke-linejoin:round; }
 .forward { fill:var(--forward); } .backward { fill:var(--backward); } .launch { fill:var(--launch); }
-.travel { fill:var(--travel); } .collect { fill:var(--collect); }
+.travel { fill:var(--travel); } .collect { fill:var(--collect); } .compare { fill:var(--compare); }
 .gather { fill:var(--gather); } .gathered { fill:var(--gathered); }
 .lane { fill:var(--line); opacity:.35; }
 .legend { display:flex; flex-wrap:wrap; gap:6px 18px; margin:0 0 8px; color:var(--soft); font-size:13px; }
@@ -98,6 +99,7 @@ def write_report(
             " backward pass.",
             _exposed_table(timelines),
         ),
+        *_straggler_section(timelines),
         _section("Plan", "Which parameters travel together, and in which order.", f"<pre>{escape(plan_text)}</pre>"),
     ]
     page = (
@@ -306,6 +308,7 @@ def _rank_lanes(rank: int, step: StepRecord, start: int, end: int, y: float) -> 
     for name in ("forward", "backward"):
         parts += [bar(i, y, compute_height, name) for i in step.intervals if i.name == name]
     parts += [bar(i, y + compute_height - 10, 10, "") for i in step.intervals if i.name == "launch"]
+    parts += [bar(i, y, compute_height, "compare") for i in step.intervals if i.name == "compare"]
     parts += [bar(i, y, compute_height, "collect") for i in step.intervals if i.name == "collect"]
     parts += [bar(i, link_y + row * row_height + 1, row_height - 2, str(i.bucket)) for row, i in travels]
     return parts, link_y + link_height + 18
@@ -339,3 +342,17 @@ def _exposed_table(timelines: Sequence[Timeline]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     return f'<div class="scroll">{table}</div>'
+
+
+def _straggler_section(timelines: Sequence[Timeline]) -> list[str]:
+    """Which rank made the others wait, and how much; nothing where none did."""
+    seconds = next((t.stragglers.seconds for t in timelines if t.stragglers.seconds), {})
+    if not seconds:
+        return []
+    rows = "".join(
+        f"<tr><td>{rank}</td><td>{waited:.2f} s</td></tr>"
+        for rank, waited in sorted(seconds.items(), key=lambda item: -item[1])
+    )
+    table = f"<table><thead><tr><th>rank</th><th>made the others wait</th></tr></thead><tbody>{rows}</tbody></table>"
+    text = "Ranks that came last to the end of a step, and what the others waited longer than they did, added up."
+    return [_section("Who others waited for", text, f'<div class="scroll">{table}</div>')]

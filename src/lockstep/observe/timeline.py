@@ -1,7 +1,8 @@
 """What happened in the last steps on this rank, as named intervals on one clock.
 
 The reducer records an interval per moment of a bucket's life (``launch``, ``travel``, ``collect``) and per phase
-of the step (``forward``, ``backward``).  Recording is a tuple append, so it stays on; a ring keeps the last steps.
+of the step (``forward``, ``backward``, ``compare``: the exchange that ends it).  Recording is a tuple append, so it
+stays on; a ring keeps the last steps.
 The clock is ``time.time_ns`` so that ranks of one host share it without an exchange.
 """
 
@@ -12,6 +13,8 @@ from collections import deque
 from dataclasses import asdict, dataclass, field
 from time import time_ns as now
 from typing import NamedTuple
+
+from lockstep.observe.stragglers import Stragglers
 
 __all__ = ["Interval", "StepRecord", "Timeline", "now"]
 
@@ -55,6 +58,7 @@ class Timeline:
         self.precise = False
         self._steps: deque[StepRecord] = deque(maxlen=num_steps)
         self._current = StepRecord(0)
+        self.stragglers = Stragglers()
 
     def record(self, name: str, start_ns: int, end_ns: int, bucket: int = -1) -> None:
         if len(self._current.intervals) < _MAX_INTERVALS:  # a program that never reduces never ends a step
@@ -66,6 +70,11 @@ class Timeline:
         self._current = StepRecord(self._current.step + 1)
 
     @property
+    def waited_seconds(self) -> float:
+        """How long this rank has stood still for the others in the current step."""
+        return self._current.seconds("collect") + self._current.seconds("compare")
+
+    @property
     def step(self) -> int:
         """Number of the step that is being recorded."""
         return self._current.step
@@ -75,7 +84,9 @@ class Timeline:
         return list(self._steps)
 
     def to_json(self) -> str:
-        return json.dumps({"rank": self.rank, "steps": [asdict(s) for s in self._steps]})
+        stragglers = {str(rank): seconds for rank, seconds in self.stragglers.seconds.items()}
+        steps = [asdict(s) for s in self._steps]
+        return json.dumps({"rank": self.rank, "steps": steps, "made_others_wait": stragglers})
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:
@@ -84,4 +95,6 @@ class Timeline:
         for step in data["steps"]:
             intervals = [Interval(*i) for i in step["intervals"]]
             timeline._steps.append(StepRecord(step["step"], intervals))
+        waits = data.get("made_others_wait", {})
+        timeline.stragglers.seconds = {int(rank): float(seconds) for rank, seconds in waits.items()}
         return timeline

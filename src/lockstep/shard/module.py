@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from lockstep import torch_private
+from lockstep.engine.nonfinite import Policy
 from lockstep.engine.recovery import MADE_EQUAL
 from lockstep.observe.metrics import metrics_of
 from lockstep.observe.timeline import Timeline
@@ -201,6 +202,16 @@ class ShardedModule(FSDPModule):
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
         for team in self._root.teams:
             team.set_comm_hook(state, hook, name)
+
+    def set_nonfinite(self, policy: Policy) -> None:
+        """Say what to do about gradients that are NaN or Inf, as ``nonfinite=`` of the replicated wrapper does.
+
+        On all ranks, on the outermost module, before the first backward.
+        """
+        if policy not in get_args(Policy):
+            raise ValueError(f'nonfinite must be "warn", "raise", "skip" or "ignore", got {policy!r}.')
+        for team in self._root.teams:
+            team.step.reducer.finiteness.policy = policy
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         unit = self._lockstep_unit

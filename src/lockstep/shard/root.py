@@ -54,7 +54,8 @@ class Team:
         mesh = units[0].mesh
         group = whole_group(mesh)
         self.board: Board | None = open_board(group, "sharded models")
-        self.watch = Watch(self.board, group.rank())
+        group_seconds = torch_private.group_timeout(group).total_seconds()
+        self.watch = Watch(self.board, group.rank(), group_seconds=group_seconds)
         for unit in units:
             unit.links = Links(unit.mesh, self.watch)
         self.memory = ShardMemory()

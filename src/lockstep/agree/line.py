@@ -1,0 +1,179 @@
+"""The line to the store: one thread per process with a connection of its own, so that no call to the store blocks.
+
+A store's calls have no deadline: when the process that hosts it is stopped or cut off, they come back when it does, or
+never, and Ctrl-C is not noticed in them.  So they are made by a thread, and whoever needs an answer waits for the
+thread, with a limit.  The thread takes turns: between what it is asked to do it lets ``on_turn`` post a sign of life.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from lockstep.errors import StoreSilent
+
+logger = logging.getLogger("lockstep")
+
+T = TypeVar("T")
+_NOTHING = "\x00"
+
+
+class _Job:
+    """Something to do with the store, and what came of it."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self.function = function
+        self.done = threading.Event()
+        self.result: Any = None
+        self.error: Exception | None = None
+        self.is_dropped = False
+
+
+class _Shared:
+    """What the thread and its owner both hold; the thread does not hold the owner."""
+
+    def __init__(self, store: Any) -> None:
+        # This one keeps the server alive where this process hosts it; only a copy of it is ever called.
+        self.store = store
+        self.jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self.busy_since: float | None = None
+        self.broken: Exception | None = None
+        self.has_ended = False
+
+
+class Line:
+    """A way to the store that always comes back.
+
+    ``on_turn`` is called by the thread about every ``period`` seconds with the connection; it must hold nothing that
+    holds this line, which ends when its last owner lets go of it.
+    """
+
+    def __init__(self, store: Any, on_turn: Callable[[Any], None] | None = None, period: float = 1.0) -> None:
+        self._shared = _Shared(store)
+        self._pid = os.getpid()
+        self._thread = threading.Thread(
+            target=_work, args=(self._shared, on_turn, period), name="lockstep line to the store", daemon=True
+        )
+        self._thread.start()
+        weakref.finalize(self, self._shared.jobs.put, None)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this is the process that made it, and not a forked child, which has no such thread."""
+        return os.getpid() == self._pid
+
+    @property
+    def silence(self) -> float:
+        """For how many seconds the store has not answered; infinite where it is gone."""
+        if self._shared.broken is not None:
+            return float("inf")
+        since = self._shared.busy_since
+        return 0.0 if since is None else monotonic() - since
+
+    def ask(self, function: Callable[[Any], T], seconds: float) -> T:
+        """Return what ``function`` makes of the connection; raise StoreSilent if it takes longer than ``seconds``."""
+        if not self.is_ours:
+            raise StoreSilent("A forked child does not speak to the store of its parent.")
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("the thread of the line cannot wait for itself")
+        if not self._thread.is_alive():
+            raise StoreSilent("The line to the store is closed.")
+        job = _Job(function)
+        self._shared.jobs.put(job)
+        deadline = monotonic() + seconds
+        while not job.done.wait(min(1.0, max(0.0, deadline - monotonic()))):
+            if monotonic() >= deadline or not self._thread.is_alive():
+                job.is_dropped = True
+                raise StoreSilent(f"The store has not answered for {max(seconds, self.silence):.0f} s.")
+        if job.error is not None:
+            raise job.error
+        result: T = job.result
+        return result
+
+    def close(self, seconds: float) -> None:
+        """End the thread, at the end of the process: one that came back from the store after it would abort it."""
+        if self.is_ours:
+            self._shared.jobs.put(None)
+            self._thread.join(seconds)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether someone waits for the thread; what takes long in it should come to an end."""
+        return not self._shared.jobs.empty()
+
+    def tell(self, function: Callable[[Any], object]) -> None:
+        """Let ``function`` be done some time, and wait for nothing."""
+        if self.is_ours:
+            self._shared.jobs.put(_Job(function))
+
+    def take_turn(self) -> None:
+        """Let ``on_turn`` be called now rather than at its time."""
+        if self.is_ours:
+            self._shared.jobs.put(_Job(_turn))
+
+
+def _turn(_: Any) -> None:
+    """Stands in the queue for a turn; never called."""
+
+
+def _work(shared: _Shared, on_turn: Callable[[Any], None] | None, period: float) -> None:
+    connection = None
+    next_turn = monotonic()
+    has_warned = False
+    while True:
+        try:
+            job = shared.jobs.get(timeout=max(0.0, next_turn - monotonic()))
+        except Empty:
+            job = _Job(_turn)
+        if job is None:
+            break
+        if job.is_dropped:
+            continue
+        shared.busy_since = monotonic()
+        try:
+            if shared.broken is not None:
+                raise shared.broken
+            if connection is None:
+                connection = _connect(shared.store)
+            if job.function is _turn:
+                next_turn = monotonic() + period
+                if on_turn is not None:
+                    on_turn(connection)
+            else:
+                job.result = job.function(connection)
+        except dist.DistNetworkError as error:
+            job.error = shared.broken = error
+        except Exception as error:
+            job.error = error
+            if job.function is _turn and not has_warned:
+                has_warned = True
+                logger.warning("Signs of life cannot be given or read: %s: %s", type(error).__name__, error)
+        finally:
+            shared.busy_since = None
+            job.done.set()
+            if shared.broken is not None:
+                next_turn = monotonic() + 3600.0
+        del job
+
+
+def _connect(store: Any) -> Any:
+    """A connection of our own, since another thread's long wait on the given one would hold us up."""
+    try:
+        return store.clone()
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return store
+
+
+def read(store: Any, key: str) -> str | None:
+    """The value of ``key``, None if it is missing or empty; never waits, as ``get`` does for a key that is missing."""
+    value = store.compare_set(key, _NOTHING, _NOTHING)
+    text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+    return None if text == _NOTHING else text or None

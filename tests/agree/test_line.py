@@ -1,0 +1,136 @@
+"""The line to the store, with stores that stand still, break, or are read by someone else."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from time import monotonic, sleep
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lockstep.agree.board import Board
+from lockstep.agree.line import Line, read
+from lockstep.agree.pulse import Pulse
+from lockstep.errors import PeerLate, StoreSilent
+
+
+class Standing:
+    """A store that does not answer while it is closed, as one whose host is stopped."""
+
+    def __init__(self) -> None:
+        self.inner = dist.HashStore()
+        self.is_open = threading.Event()
+        self.is_open.set()
+
+    def clone(self) -> Standing:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.inner, name)
+
+        def call(*args: Any) -> Any:
+            self.is_open.wait()
+            return method(*args)
+
+        return call
+
+
+class Broken:
+    """A store whose host is gone."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+
+def test_an_answer_comes_back_and_silence_is_an_error_that_ends() -> None:
+    store = Standing()
+    line = Line(store)
+    assert line.ask(lambda s: s.add("number", 2), 60) == 2
+    assert line.silence < 60
+    store.is_open.clear()
+    with pytest.raises(StoreSilent, match="not answered"):
+        line.ask(lambda s: s.add("number", 1), 0.3)
+    assert line.silence > 0
+    store.is_open.set()
+    # What was given up is either done or dropped, and the line works again.
+    assert line.ask(lambda s: s.add("number", 1), 60) in (3, 4)
+
+
+def test_errors_come_back_and_a_broken_store_is_known_as_such() -> None:
+    with pytest.raises(ZeroDivisionError):
+        Line(dist.HashStore()).ask(lambda s: 1 / 0, 60)
+    line = Line(Broken())
+    with pytest.raises(RuntimeError, match="Connection reset"):
+        line.ask(lambda s: s.add("number", 1), 60)
+    assert line.silence == float("inf")
+
+
+def test_a_board_waits_no_longer_than_it_was_told() -> None:
+    store = Standing()
+    pulse = Pulse(store, 0, 2)
+    board = Board(store, "test", 0, 2, pulse)
+    board.post("mine", "here")
+    assert board.read("mine") == "here"
+    store.is_open.clear()
+    looks: list[float] = []
+    with pytest.raises(PeerLate, match="store is silent"):
+        board.gather("plan", "mine", 2.5, lambda: looks.append(monotonic()))
+    assert looks  # so that others are looked for meanwhile
+    store.is_open.set()
+
+
+def test_the_thread_ends_with_its_owner() -> None:
+    before = threading.active_count()
+    line = Line(dist.HashStore())
+    line.ask(lambda s: s.set("a", "b"), 60)
+    assert threading.active_count() == before + 1
+    del line
+    gc.collect()
+    deadline = monotonic() + 60
+    while threading.active_count() > before and monotonic() < deadline:
+        sleep(0.02)
+    assert threading.active_count() == before
+
+
+def test_a_forked_child_has_no_line() -> None:
+    store = dist.HashStore()
+    line = Line(store)
+    line.ask(lambda s: s.set("who", "parent"), 60)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            line.tell(lambda s: s.set("who", "child"))
+            line.ask(lambda s: s.set("who", "child"), 1)
+        except StoreSilent:
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert line.ask(lambda s: read(s, "who"), 60) == "parent"
+
+
+def test_the_keys_of_a_board_go_when_all_ranks_have_let_go_of_it() -> None:
+    store = dist.HashStore()
+    pulses = [Pulse(store, rank, 2) for rank in range(2)]
+    boards = [Board(store, "run/0", rank, 2, pulses[rank]) for rank in range(2)]
+    for board in boards:
+        board.post(f"digest/{board.rank}", "x")
+    boards[0].post("verdict", "equal")
+    for pulse in pulses:
+        pulse.line.ask(lambda s: None, 60)
+    keys = store.num_keys()
+    del board
+    boards.pop(0)
+    gc.collect()
+    pulses[0].line.ask(lambda s: None, 60)
+    assert read(store, "run/0/verdict") == "equal"  # the other rank may still want to read it
+    boards.clear()
+    gc.collect()
+    for pulse in pulses:
+        pulse.line.ask(lambda s: None, 60)
+    assert store.num_keys() <= keys - 3
+    assert not any(store.check([f"run/0/{name}"]) for name in ("verdict", "digest/0", "digest/1", "closed", "closed/0"))

@@ -1,0 +1,91 @@
+"""A cable that is pulled between two hosts: both sides say so at the deadline, and a short break is no fault."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+
+from launching import Finished, Launch, write_script
+from tests.multirank.test_two_hosts import Host, ip, two_hosts
+
+__all__ = ["two_hosts"]  # a fixture
+
+SCRIPT = """
+    import os, sys, time
+    from datetime import timedelta
+    from pathlib import Path
+    import torch, torch.distributed as dist
+    from lockstep import DDP
+
+    rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
+    dist.init_process_group("gloo", timeout=timedelta(seconds=200))
+    ddp = DDP(torch.nn.Linear(64, 64))
+    steps = 0
+    try:
+        while True:
+            # Whether it is enough travels in the gradients, so that the program waits for nothing of its own.
+            ddp.zero_grad()
+            is_enough = (folder / "enough").exists()
+            ddp(torch.full((1, 64), float(is_enough))).sum().backward()
+            steps += 1
+            if steps == 20:
+                (folder / f"ready{rank}").touch()
+            if ddp.module.weight.grad.sum() > 0:
+                break
+    except Exception as error:
+        ranks, text = getattr(error, "ranks", None), str(error).replace("\\n", " | ")
+        print("CAUGHT", type(error).__name__, ranks, text, flush=True)
+        time.sleep(15)  # the two namespaces see each other's processes: an end would be seen before the deadline
+        os._exit(1)
+    print("TRAINED", flush=True)
+    os._exit(0)
+"""
+
+
+def start(hosts: tuple[Host, Host], tmp_path: Path) -> list[Launch]:
+    script = write_script(tmp_path / "train.py", SCRIPT)
+    launches = []
+    for rank, host in enumerate(hosts):
+        env = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500", "WORLD_SIZE": "2", "RANK": str(rank)}
+        env |= {"GLOO_SOCKET_IFNAME": host.interface, "LOCKSTEP_HEARTBEAT_TIMEOUT": "6", "LOCKSTEP_STALL_SECONDS": "2"}
+        launches.append(Launch(host.command(sys.executable, script, tmp_path), env=env))
+    deadline = monotonic() + 120
+    while not all((tmp_path / f"ready{rank}").exists() for rank in (0, 1)) and monotonic() < deadline:
+        sleep(0.1)
+    return launches
+
+
+def finish(launches: list[Launch]) -> list[Finished]:
+    try:
+        return [launch.finish(limit_s=150) for launch in launches]
+    finally:
+        for launch in launches:
+            launch.kill()
+
+
+@pytest.mark.slow
+def test_a_cable_that_is_pulled_is_an_error_on_both_sides(two_hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    launches = start(two_hosts, tmp_path)
+    sleep(2)  # signs of life have been read
+    ip("-n", two_hosts[1].namespace, "link", "set", two_hosts[1].interface, "down")
+    first, second = finish(launches)
+    assert "CAUGHT PeerLate (1,)" in first.output, first
+    assert "no sign of life" in first.output
+    assert "CAUGHT StoreSilent (0,)" in second.output, second
+    assert "store is silent" in second.output
+
+
+@pytest.mark.slow
+def test_a_short_break_is_no_fault(two_hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    launches = start(two_hosts, tmp_path)
+    ip("-n", two_hosts[1].namespace, "link", "set", two_hosts[1].interface, "down")
+    sleep(2)
+    ip("-n", two_hosts[1].namespace, "link", "set", two_hosts[1].interface, "up")
+    sleep(1)
+    (tmp_path / "enough").touch()
+    for done in finish(launches):
+        assert done.exit_code == 0, done
+        assert "TRAINED" in done.output
