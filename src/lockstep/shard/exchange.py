@@ -39,6 +39,31 @@ class Load:
         # Reduced over the shards and not over the replicas yet, see set_requires_all_reduce.
         self.partial: Tensor | None = None
         self.is_kept = False  # in this window, since its unit does not synchronise
+        self.packs_at_once = layout.packs_at_once and all(p.whole_spec is None for p in parameters)
+        self._gaps: dict[torch.dtype, list[Tensor]] = {}
+
+    def pack(self, gradients: Sequence[Tensor], flat: Tensor) -> bool:
+        """Copy all whole gradients into a buffer of all ranks' shards by one kernel, if that is possible."""
+        if not self.packs_at_once or len(gradients) != len(self.parameters):
+            return False
+        dtypes = {gradient.dtype for gradient in gradients}
+        if len(dtypes) != 1:
+            return False
+        (dtype,) = dtypes
+        parts = list(gradients)
+        if any(self.layout.gaps):
+            if dtype not in self._gaps:
+                world = self.layout.world
+                self._gaps[dtype] = [
+                    torch.zeros(world, gap, dtype=dtype, device=flat.device) for gap in self.layout.gaps
+                ]
+            parts = [
+                part
+                for gradient, gap in zip(gradients, self._gaps[dtype], strict=True)
+                for part in ((gradient, gap) if gap.numel() else (gradient,))
+            ]
+        torch_private.chunk_cat(parts, 0, self.layout.world, out=flat.view(self.layout.world, -1))
+        return True
 
     @property
     def mean_over(self) -> int:

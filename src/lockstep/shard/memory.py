@@ -22,7 +22,7 @@ from lockstep import torch_private
 from lockstep.engine.bucket import LiveBucket, Slot
 from lockstep.engine.grad_memory import GradMemory, GradOwnership
 from lockstep.shard.exchange import Load
-from lockstep.shard.layout import Cut, Piece
+from lockstep.shard.layout import Cut, Piece, Strided
 from lockstep.shard.parameter import ShardedParameter
 from lockstep.shard.store import spread
 
@@ -35,6 +35,7 @@ class ShardMemory(GradMemory):
         self.loads: list[Load] = []
         self.divides = True  # unless a communication hook does
         self._places: dict[Slot, tuple[ShardedParameter, Cut, tuple[Piece, ...]]] = {}
+        self._homes: dict[Slot, tuple[ShardedParameter, Strided]] = {}  # this rank's part of each, in what comes back
 
     def use(self, loads: Sequence[Load], slots: Mapping[str, Slot]) -> None:
         """Go by another plan."""
@@ -43,6 +44,10 @@ class ShardMemory(GradMemory):
             slots[cut.name]: (parameter, cut, pieces)
             for load in loads
             for parameter, cut, pieces in zip(load.parameters, load.layout.cuts, load.layout.pieces, strict=True)
+        }
+
+        self._homes = {
+            slot: (parameter, cut.shard(parameter.mesh.rank)) for slot, (parameter, cut, _) in self._places.items()
         }
 
     def travel_dtype(self, bucket: LiveBucket) -> torch.dtype:
@@ -56,8 +61,7 @@ class ShardMemory(GradMemory):
         """Nothing: whole gradients leave soon, with their unit."""
 
     def put(self, slot: Slot, gradient: Tensor, scale: float) -> None:
-        flat = self._buffer_of(slot.bucket)
-        self._move([slot], [gradient], flat)
+        self._move(slot.bucket, [slot], [gradient])
         self._mark_taken(slot.bucket, [slot])
 
     def fold(self, slot: Slot, scale: float) -> None:
@@ -67,16 +71,16 @@ class ShardMemory(GradMemory):
             slot.parameter.grad = None
 
     def absorb(self, bucket: LiveBucket, slots: Sequence[Slot], gradients: Sequence[Tensor], scale: float) -> None:
-        flat = self._buffer_of(bucket)
-        self._move(slots, gradients, flat)
+        self._move(bucket, slots, gradients)
         self._mark_taken(bucket, slots)
         for slot in slots:
-            self.fold(slot, scale)
+            if slot.parameter.grad is not None:
+                self.fold(slot, scale)
 
     def pack(self, bucket: LiveBucket, gradients: Sequence[Tensor | None], scale: float, *, takes: bool) -> Tensor:
-        flat = self._buffer_of(bucket)
         coming = [(slot, g) for slot, g in zip(bucket.slots, gradients, strict=True) if g is not None]
-        self._move([slot for slot, _ in coming], [g for _, g in coming], flat)
+        self._move(bucket, [slot for slot, _ in coming], [g for _, g in coming])
+        flat = self._buffer_of(bucket)
         for slot, gradient in zip(bucket.slots, gradients, strict=True):
             if gradient is None and not slot.is_taken:
                 for piece in self._places[slot][2]:
@@ -98,13 +102,14 @@ class ShardMemory(GradMemory):
         load = self.loads[bucket.index]
         return torch.zeros(load.layout.num_elements, dtype=self.travel_dtype(bucket), device=load.unit.device)
 
-    def _move(self, slots: Sequence[Slot], gradients: Sequence[Tensor], flat: Tensor) -> None:
+    def _move(self, bucket: LiveBucket, slots: Sequence[Slot], gradients: Sequence[Tensor]) -> None:
         """Add gradients of one bucket to its buffer, or copy them where it is still empty."""
-        if not slots:
+        if not slots or self._pack_at_once(bucket, gradients):
             return
+        flat = self._buffer_of(bucket)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        scale = self.loads[slots[0].bucket.index].scale(flat) if self.divides else 1.0
+        scale = self._scale(bucket, flat)
         with torch.no_grad():
             for slot, gradient in zip(slots, gradients, strict=True):
                 local = self._places[slot][0].local_gradient(gradient).detach()
@@ -124,6 +129,24 @@ class ShardMemory(GradMemory):
                         sources.append(source)
             if targets:
                 torch_private.foreach_copy(targets, sources)
+
+    def _pack_at_once(self, bucket: LiveBucket, gradients: Sequence[Tensor]) -> bool:
+        """Fill an empty buffer with the gradients of all its parameters, by one kernel; returns whether it could."""
+        load = self.loads[bucket.index]
+        if bucket.flat is not None or len(gradients) != len(bucket.slots) or not load.packs_at_once:
+            return False
+        flat = torch.empty(load.layout.num_elements, dtype=self.travel_dtype(bucket), device=load.unit.device)
+        with torch.no_grad():
+            if not load.pack(gradients, flat):
+                return False
+            scale = self._scale(bucket, flat)
+            if scale != 1.0:
+                flat.mul_(scale)
+        bucket.flat = flat
+        return True
+
+    def _scale(self, bucket: LiveBucket, flat: Tensor) -> float:
+        return self.loads[bucket.index].scale(flat) if self.divides else 1.0
 
     def keep(self, bucket: LiveBucket) -> None:
         """After a pass that does not synchronise: see [Note: kept in the reduction's dtype]."""
@@ -157,18 +180,21 @@ class ShardMemory(GradMemory):
         bucket.forget_buffer()
 
     def _give(self, slot: Slot, load: Load, flat: Tensor) -> None:
-        parameter, cut, _ = self._places[slot]
-        value = torch_private.alias(flat, *cut.shard(load.unit.mesh.rank))
+        parameter, place = self._homes[slot]
         sharded = parameter.sharded
         local = parameter.local
-        if value.dtype is not local.dtype or value.device != local.device:
+        value = torch_private.alias(flat, *place)
+        if flat.dtype is not local.dtype or flat.device != local.device:
             value = value.to(device=local.device, dtype=local.dtype)
-        if sharded.grad is None:
+        before = sharded.grad
+        if before is None:
             sharded.grad = torch_private.dtensor_around(value, torch_private.spec_of(sharded))
         else:
-            torch_private.local_of(sharded.grad).add_(value)
-        for hook in (torch_private.hooks_after(sharded) or {}).values():
-            hook(sharded)
+            torch_private.local_of(before).add_(value)
+        hooks = torch_private.hooks_after(sharded)
+        if hooks:
+            for hook in hooks.values():
+                hook(sharded)
 
     def add(self, bucket: LiveBucket) -> None:
         """Add what came late: the shards' gradients are added to anyway."""
