@@ -29,8 +29,8 @@ class _Replaced(NamedTuple):
 
 # While installed: torch's object and what stands in its place, and every reference that was exchanged.
 _stand_ins: list[tuple[Any, Any]] = []
-# The part of torch in which programs look for what shards models; the rest of torch means its own, since a model that is
-# sharded here is to its checkpoints one with DTensors.
+# The part of torch in which programs look for what shards models; the rest of torch means its own class: to its
+# checkpoints, a model that is sharded here is one with DTensors.
 _SHARDING = ("torch.distributed.fsdp", "torch.distributed._composable")
 _replaced: list[_Replaced] = []
 

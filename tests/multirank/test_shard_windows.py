@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.fsdp import FSDPModule
 
+import lockstep
 from lockstep import fully_shard
 from multirank.compare import assert_close
 from multirank.harness import expect_errors, lockstep_only, run_ranks
@@ -398,20 +399,35 @@ def test_compiled_gathers_are_begun_ahead() -> None:
     ]
 
 
-def observe(how: str) -> tuple[set[str], dict[str, float]]:
+def observe(how: str) -> tuple[set[str], dict[str, float], Any]:
     pair = Pair(how=how)
+    before = str(lockstep.explain(pair.module))
+    assert before == "3 sharded unit(s); no step has ended yet"
     for step in range(2):
         pair.loss(step).backward()
-    return {interval.name for interval in pair.module.timeline.steps[-1].intervals}, pair.module.metrics()
+    names = {interval.name for interval in pair.module.timeline.steps[-1].intervals}
+    return names, pair.module.metrics(), lockstep.explain(pair.called)
 
 
 @pytest.mark.parametrize("how", MODES)
 def test_timeline(how: str) -> None:
-    names, metrics = run_ranks(2, observe, how)[0]
+    names, metrics, explained = run_ranks(2, observe, how)[0]
     assert {"gather", "gathered", "launch", "travel", "collect", "backward"} <= names
     assert ("forward" in names) == (how == "eager")
     assert metrics["lockstep/buckets"] == 3
     assert metrics["lockstep/launched_in_graph"] == (3 if how == "compiled" else 0)
+    assert metrics["lockstep/exposed_ms"] >= metrics["lockstep/gathered_ms"] > 0
+    root, first, last = explained.units
+    assert (root.name, first.name, last.name) == ("GPT", "blocks.0", "blocks.1")
+    assert [unit.reduced_in_graph for unit in explained.units] == [how == "compiled"] * 3
+    assert first.gathers == 2
+    assert first.gathers_in_graph == (2 if how == "compiled" else 0)
+    assert first.backward_gathers_in_graph == (1 if how == "compiled" else 0)
+    assert root.gathers == 1
+    assert explained.exposed_gather_seconds == pytest.approx(metrics["lockstep/gathered_ms"] / 1e3)
+    said = str(explained)
+    assert ("gathered in compiled graphs: 1 forward, 1 backward" in said) == (how == "compiled")
+    assert ("reduced by the hooks" in said) == (how == "eager")
 
 
 def freeze_while_accumulating() -> None:

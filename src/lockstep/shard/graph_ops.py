@@ -81,6 +81,8 @@ def _find(anchor: Tensor) -> tuple[Unit, FlatStore]:
 def _gather(home: Tensor, key: Tensor, num_elements: int, dtype: torch.dtype, trains: bool) -> Tensor:
     unit, store = _find(key)
     _note_forward(unit, store, trains)
+    if store is unit.stores[0]:
+        unit.gathers.note_in_graph()
     root = root_of(unit)
     order = root.orders[torch_private.in_backward()]
     root.orders[not torch_private.in_backward()].end()
@@ -119,6 +121,8 @@ def _gathered(buffer: Tensor, key: Tensor, full_elements: int) -> Tensor:
 def _whole(home: Tensor, key: Tensor, full_elements: int, dtype: torch.dtype, trains: bool) -> Tensor:
     unit, store = _find(key)
     _note_forward(unit, store, trains)
+    if store is unit.stores[0]:
+        unit.gathers.note_in_graph()
     return store.shard().to(device=store.device, dtype=dtype, copy=True)  # the graph may write to what it is given
 
 

@@ -18,6 +18,7 @@ from lockstep import torch_private
 from lockstep.engine.recovery import MADE_EQUAL
 from lockstep.observe.metrics import metrics_of
 from lockstep.observe.timeline import Timeline
+from lockstep.shard.explain import ShardExplanation, explain_root
 from lockstep.shard.graph_ops import make_known
 from lockstep.shard.layout import ShardPlan
 from lockstep.shard.moments import after_forward, before_forward
@@ -87,6 +88,10 @@ class ShardedModule(FSDPModule):
         buckets = [bucket for step in self._root.steps for bucket in step.reducer.buckets]
         in_graph = sum(bucket.left_in_graph for bucket in buckets)
         return metrics_of(steps[-1] if steps else None, [bucket.spec for bucket in buckets], in_graph)
+
+    def explain_compilation(self) -> ShardExplanation:
+        """What became of each unit in the last step; see :func:`lockstep.explain`."""
+        return explain_root(self._root)
 
     @property
     def _root(self) -> Root:

@@ -82,7 +82,10 @@ class Team:
     def _after_pass_of(me: weakref.ref[Team]) -> Any:
         def after_pass() -> None:
             team = me()
-            if team is not None and not team.step.syncs:
+            if team is not None and team.step.syncs:
+                for unit in team.units:
+                    unit.end_step()
+            elif team is not None:
                 for bucket in team.step.reducer.buckets:
                     team.memory.keep(bucket)
 

@@ -43,6 +43,18 @@ class Phase(Enum):
     BACKWARD = "backward"  # between the first gradient of its outputs and the last of its inputs
 
 
+class Gathers:
+    """How often a unit was gathered in a step, and how often by compiled graphs."""
+
+    def __init__(self) -> None:
+        self.total = self.in_graph = self.in_graph_backward = 0
+
+    def note_in_graph(self) -> None:
+        self.total += 1
+        self.in_graph += 1
+        self.in_graph_backward += torch_private.in_backward()
+
+
 class Unit:
     """Some modules' parameters, sharded over a mesh."""
 
@@ -98,6 +110,8 @@ class Unit:
         self.order_positions: list[int] = []  # in the order of this step's forwards
         self.modules_to_run: set[nn.Module] = set()  # of a unit of several, in this forward
         self._versions: list[list[int]] = []
+        self.gathers = Gathers()
+        self.last_gathers = Gathers()  # of the last step, for explain.py
         self.num_graph_forwards = 0  # of compiled graphs, whose backward is still to come
         self.stores: list[FlatStore] = []
         self._lay_out()
@@ -196,6 +210,7 @@ class Unit:
         if self.residence is not Residence.SHARDED or not self.parameters:
             return
         start = now()
+        self.gathers.total += 1
         self._versions = [store.versions for store in self.stores]
         with torch_private.RecordFunction(f"lockstep::gather {self.name}"):
             for number, store in enumerate(self.stores):
@@ -259,6 +274,10 @@ class Unit:
     def moment(self) -> str:
         step = "" if self.root is None else f" in step {self.root.timeline.step}"
         return f"the gathering of {self.name}{step}"
+
+    def end_step(self) -> None:
+        """Its gradients have been reduced."""
+        self.last_gathers, self.gathers = self.gathers, Gathers()
 
     def _note(self, what: str, start: int) -> None:
         if self.root is not None:
