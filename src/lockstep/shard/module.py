@@ -201,7 +201,8 @@ class ShardedModule(FSDPModule):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let ``hook(state, bucket)`` reduce the whole gradients of each unit; this rank takes its shard of the result.
 
-        The hook is one for a replicated model: it returns a future of the reduced buffer, and divides itself.
+        The hook is one for a replicated model: it returns a future of the reduced buffer, and divides itself.  Where
+        shards have replicas (a 2D mesh) it reduces over all of them, and nothing else is exchanged.
         """
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
         for team in self._root.teams:

@@ -137,9 +137,6 @@ class Team:
         reducer = self.step.reducer
         if isinstance(self.exchange, HookExchange):
             raise RuntimeError("register_comm_hook can only be called once; write one hook that does both.")
-        replicas = [unit.name for unit in self.units if unit.links.replicas is not None]
-        if replicas:
-            raise NotImplementedError("A communication hook together with replicas (a 2D mesh) is not there yet.")
         self.memory.divides = False
         self.exchange = reducer.exchange = HookExchange(reducer.transport, self.memory.loads, state, hook, name)
         reducer.transport.keep_order_of(reducer)
