@@ -35,6 +35,7 @@ from lockstep.engine.states import Kind
 from lockstep.observe.timeline import now
 from lockstep.shard.ahead import Started
 from lockstep.shard.layout import aligned
+from lockstep.shard.own_gather import OwnStore
 from lockstep.shard.root import Root, Team, refuse_compiled_autograd, root_of
 from lockstep.shard.store import FlatStore, spread_flat, start_gather
 from lockstep.shard.unit import Unit
@@ -62,6 +63,8 @@ def make_known(unit: Unit) -> None:
     for address in [address for address, (_, store) in _stores.items() if store() is None]:
         del _stores[address]
     for store in unit.stores:
+        if isinstance(store, OwnStore):
+            continue  # such a unit is in no graph
         _stores[store.anchor.data_ptr()] = (weakref.ref(unit), weakref.ref(store))
 
 

@@ -27,6 +27,13 @@ from lockstep.shard.parameter import ShardedParameter
 from lockstep.shard.store import spread
 
 
+def _plain(gradient: Tensor) -> Tensor:
+    """A gradient as plain numbers: parameters of a class of their own may have gradients of it."""
+    if type(gradient) is Tensor:
+        return gradient
+    return torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+
+
 class ShardMemory(GradMemory):
     """Moves gradients from whole parameters into flat buffers, and from those to the shards."""
 
@@ -112,7 +119,7 @@ class ShardMemory(GradMemory):
         scale = self._scale(bucket, flat)
         with torch.no_grad():
             for slot, gradient in zip(slots, gradients, strict=True):
-                local = self._places[slot][0].local_gradient(gradient).detach()
+                local = _plain(self._places[slot][0].local_gradient(gradient).detach())
                 if not local.is_contiguous():
                     local = local.contiguous()
                 for piece in self._places[slot][2]:

@@ -39,6 +39,14 @@ class ShardMesh:
         return self.mesh.get_group(self.replicate_axis if self.shard_axis is None else self.shard_axis)
 
     @cached_property
+    def shard_mesh(self) -> DeviceMesh:
+        """The mesh of the ranks that have one shard each."""
+        names = self.mesh.mesh_dim_names
+        if self.mesh.ndim == 1 or self.shard_axis is None or names is None:
+            return self.mesh
+        return self.mesh[names[self.shard_axis]]
+
+    @cached_property
     def world(self) -> int:
         """How many shards there are."""
         return 1 if self.shard_axis is None else self.mesh.size(self.shard_axis)

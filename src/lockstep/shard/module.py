@@ -43,9 +43,9 @@ class ShardedModule(FSDPModule):
         return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return traced_call(self, super().__call__, args, kwargs)  # type: ignore[misc]
         unit = self._lockstep_unit
+        if torch.compiler.is_compiling() and not unit.has_own_gathers:
+            return traced_call(self, super().__call__, args, kwargs)  # type: ignore[misc]
         with _failure_noted(unit):
             args, kwargs = before_forward(unit, self, args, kwargs)  # type: ignore[arg-type]
             output = super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -351,12 +351,19 @@ def give_face(module: nn.Module, unit: Unit) -> None:
     if own not in _classes:
         _classes[own] = type(f"FSDP{own.__name__}", (ShardedModule, own), {})
     object.__setattr__(module, "_lockstep_unit", unit)
-    object.__setattr__(module, "_lockstep_paths", _paths(module, unit))
-    make_known(unit)
+    unit.on_layout = _show_layout
+    _show_layout(unit)
     torch_private.mark_as_sharded(module)
     module.register_load_state_dict_pre_hook(_before_load)
     module.register_load_state_dict_post_hook(_after_load)
     module.__class__ = _classes[own]
+
+
+def _show_layout(unit: Unit) -> None:
+    """Let compilers see how the unit is laid out now."""
+    for module in unit.modules:
+        object.__setattr__(module, "_lockstep_paths", _paths(module, unit))
+    make_known(unit)
 
 
 def _paths(module: nn.Module, unit: Unit) -> tuple[tuple[tuple[str, ...], str, int, int], ...]:
@@ -381,9 +388,9 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name)
 
     def gathered(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return traced_call(module, method, args, kwargs)
         unit = module._lockstep_unit
+        if torch.compiler.is_compiling() and not unit.has_own_gathers:
+            return traced_call(module, method, args, kwargs)
         with _failure_noted(unit):
             args, kwargs = before_forward(unit, module, args, kwargs)
             return after_forward(unit, module, method(*args, **kwargs))

@@ -96,8 +96,8 @@ class Team:
         loads: list[Load] = []
         buckets: list[Bucket] = []
         for unit in self.units:
+            unit.make_whole()
             for store in unit.stores:
-                store.make_whole()
                 for parameter in store.parameters:
                     assert parameter.full is not None
                     parameter.follow_requires_grad()

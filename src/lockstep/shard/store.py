@@ -56,8 +56,9 @@ class FlatStore:
 
     @property
     def is_laid_out_for_them(self) -> bool:
-        """Whether the parameters still have the dtype that this was made for."""
-        return {str(p.sharded.dtype).removeprefix("torch.") for p in self.parameters} == {self.layout.dtype}
+        """Whether the parameters still have the dtype that this was made for, and are gathered as plain numbers."""
+        dtypes = {str(p.sharded.dtype).removeprefix("torch.") for p in self.parameters}
+        return dtypes == {self.layout.dtype} and not any(p.gathers_itself for p in self.parameters)
 
     def name_anew(self) -> None:
         """Take up the names that parameters have from the root."""
