@@ -72,7 +72,7 @@ class Load:
     def averages(self, like: Tensor) -> bool:
         """Whether the backends make the mean themselves."""
         unit = self.unit
-        if unit.divisor is not None or unit.only_sums or unit.scatter_comm is not None:
+        if unit.divisor is not None or unit.only_sums or unit.scatter_comm is not None or self._num_active is not None:
             return False
         ways = [unit.links.scatter] if unit.mesh.world > 1 else []
         ways += [unit.links.replicas] if unit.links.replicas is not None else []
@@ -82,7 +82,14 @@ class Load:
         """What gradients are multiplied with before they leave."""
         if self.averages(like):
             return 1.0
-        return 1.0 / (self.mean_over if self.unit.divisor is None else self.unit.divisor)
+        if self.unit.divisor is not None:
+            return 1.0 / self.unit.divisor
+        return 1.0 / (self._num_active or self.mean_over)
+
+    @property
+    def _num_active(self) -> int | None:
+        """How many ranks have data, where the mean is to be over those (uneven.py)."""
+        return None if self.unit.root is None else self.unit.root.attendance.num_active
 
 
 class ScatterExchange:

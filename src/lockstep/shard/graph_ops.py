@@ -224,6 +224,8 @@ def _scatter(grads: list[Tensor | None], anchor: Tensor) -> Tensor:
     root = root_of(unit)
     accumulator = store.accumulator()
     if accumulator is not None and torch_private.engine_will_run(accumulator):  # not torch.autograd.grad
+        if root.attendance.is_idle:  # see uneven.py, [Note: zeros]
+            grads = [None if gradient is None else torch.zeros_like(gradient) for gradient in grads]
         _deliver(root, unit, store, grads)
     return torch.zeros_like(anchor)
 

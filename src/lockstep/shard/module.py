@@ -6,7 +6,7 @@ and frees; where a compiler traces the call, the same is put into its graph (``t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -24,6 +24,7 @@ from lockstep.shard.layout import ShardPlan
 from lockstep.shard.moments import after_forward, before_forward
 from lockstep.shard.root import Root, plan_of, root_of, units_in
 from lockstep.shard.traced import traced_call
+from lockstep.shard.uneven import Batch, join
 from lockstep.shard.unit import Unit
 
 
@@ -170,6 +171,23 @@ class ShardedModule(FSDPModule):
         finally:
             for unit, (syncs, all_reduces) in zip(units, before, strict=True):
                 unit.syncs, unit.all_reduces = syncs, all_reduces
+
+    def join(self, batches: Iterable[Batch], *, divide_by_initial_world_size: bool = True) -> Iterator[Batch]:
+        """Iterate over this rank's batches for as long as any rank has more; see docs/sharding.md.
+
+        A rank that has run out gets its last batch again, and what its backward brings counts as zero.  The mean is
+        over all ranks, or over those that have data.
+        """
+        return join(self._root, batches, divide_by_initial_world_size=divide_by_initial_world_size)
+
+    @property
+    def has_data(self) -> bool:
+        """Whether this iteration of :meth:`join` counts on this rank; true outside of it."""
+        return not self._root.attendance.is_idle
+
+    def set_sync_buffers(self, enable: bool = True) -> None:
+        """Let all ranks have the first rank's buffers after every backward that synchronises."""
+        self._root.syncs_buffers = enable
 
     def set_manual_backward_finalization(self, enable: bool) -> None:
         """Let a backward that synchronises end with a call of :meth:`finalize_backward`, instead of by itself."""

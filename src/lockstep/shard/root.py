@@ -27,6 +27,7 @@ from lockstep.engine import step_guard
 from lockstep.engine.bucket import Slot
 from lockstep.engine.feeders.hooks import HookFeeder
 from lockstep.engine.lane import lane_of
+from lockstep.engine.module_state import broadcast_tensors
 from lockstep.engine.recovery import reset_together
 from lockstep.engine.reducer import Reducer
 from lockstep.engine.step import SyncStep
@@ -40,7 +41,10 @@ from lockstep.shard.exchange import HookExchange, Load, ScatterExchange
 from lockstep.shard.layout import ShardPlan, UnitLayout, flat_layouts
 from lockstep.shard.memory import ShardMemory
 from lockstep.shard.mesh import Links, whole_group
+from lockstep.shard.uneven import Attendance
 from lockstep.shard.unit import Phase, Unit
+
+_CHUNK_BYTES = 250 * 1024 * 1024  # of buffers in one message, as a replicated model sends them
 
 logger = logging.getLogger("lockstep")
 
@@ -85,6 +89,9 @@ class Team:
             if team is not None and team.step.syncs:
                 for unit in team.units:
                     unit.end_step()
+                root = team.units[0].root
+                if root is not None and root.syncs_buffers and team is root.teams[0]:
+                    root.sync_buffers()
             elif team is not None:
                 for bucket in team.step.reducer.buckets:
                     team.memory.keep(bucket)
@@ -164,6 +171,9 @@ class Root:
     def __init__(self, top: Unit, units: Sequence[Unit]) -> None:
         self.units = list(units)
         self.timeline = Timeline(torch_private.default_group().rank())
+        self.attendance = Attendance()
+        self.syncs_buffers = False
+        self._top = top
         self.running: Unit | None = None  # the outermost unit of the forward that is running
         self.order: list[Unit] = []  # in which units ran in the last forwards, for the backward
         self._last_order: list[Unit] = []
@@ -256,6 +266,17 @@ class Root:
             unit.phase = Phase.IDLE
             unit.modules_to_run.clear()
             unit.order_positions.clear()
+
+    # ---------------------------------------------------------------- buffers
+
+    def sync_buffers(self) -> None:
+        """Give everyone the buffers of the first rank that has data, replicas and shards alike."""
+        modules = [module for reference in self._top.module_references if (module := reference()) is not None]
+        buffers = [b for module in modules for b in module.buffers() if not b.is_meta]
+        group = whole_group(self._top.mesh)
+        if buffers and group.size() > 1:
+            with torch_private.preserve_version_counter(buffers):
+                broadcast_tensors(buffers, group, self.attendance.first_active, _CHUNK_BYTES, self.teams[0].watch)
 
     # ---------------------------------------------------------------- the order of gathers
 
