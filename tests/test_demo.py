@@ -39,6 +39,18 @@ def test_demo_on_two_ranks(tmp_path: Path) -> None:
     check(run_command(command, limit_s=400), tmp_path, num_ranks=2)
 
 
+@pytest.mark.multirank
+@pytest.mark.slow
+def test_demo_sharded_on_two_ranks(tmp_path: Path) -> None:
+    command = [*LOCKSTEP, "run", "--nproc", "2", EXAMPLES / "train_gpt.py", *SMALL, "--out", tmp_path, "--shard"]
+    done = run_command(command, limit_s=400)
+    check(done, tmp_path, num_ranks=2)
+    assert re.search(r"shards \w+: 3 units, 28 parameters, .* per rank of ", done.output)
+    page = (tmp_path / "report.html").read_text()
+    assert "rank 1: gathered of unit 0, " in page
+    assert "rank 1: gather of unit 2, " in page
+
+
 @pytest.mark.slow
 def test_demo_in_a_single_process(tmp_path: Path) -> None:
     check(
