@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from lockstep.shard import older_state
+from lockstep.shard import older_optim, older_state
 from lockstep.shard.api import shard_modules
 from lockstep.shard.mesh import ShardMesh, take_mesh
 from lockstep.shard.module import ShardedModule
@@ -90,6 +90,7 @@ class FullyShardedDataParallel(nn.Module):
             shard_modules([inner], mesh, frees=frees, **options)
         shard_modules([module], mesh, frees=None if frees else False, **options)
         self._fsdp_wrapped_module = module
+        self.register_load_state_dict_pre_hook(_take_plain_names)
 
     # ---------------------------------------------------------------- as a module
 
@@ -110,14 +111,16 @@ class FullyShardedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._fsdp_wrapped_module(*args, **kwargs)
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Under the plain model's names."""
-        for name, parameter in super().named_parameters(*args, **kwargs):
-            yield name.replace(f"{_INNER}.", ""), parameter
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        for name, buffer in super().named_buffers(*args, **kwargs):
-            yield name.replace(f"{_INNER}.", ""), buffer
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Under the plain model's names, and so are parameters and buffers; also from a module around this one."""
+        memo = set() if memo is None else memo
+        if self in memo and remove_duplicate:
+            return
+        memo.add(self)
+        yield prefix, self
+        yield from self._fsdp_wrapped_module.named_modules(memo, prefix, remove_duplicate)
 
     # ---------------------------------------------------------------- training
 
@@ -173,14 +176,11 @@ class FullyShardedDataParallel(nn.Module):
     get_state_dict_type = staticmethod(older_state.get_state_dict_type)
     state_dict_type = staticmethod(older_state.state_dict_type)
 
-    @staticmethod
-    def optim_state_dict(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            "optim_state_dict: use torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer), "
-            "which knows shards."
-        )
-
-    full_optim_state_dict = sharded_optim_state_dict = optim_state_dict_to_load = optim_state_dict
+    optim_state_dict = staticmethod(older_optim.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(older_optim.optim_state_dict_to_load)
+    full_optim_state_dict = staticmethod(older_optim.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(older_optim.sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(older_optim.shard_full_optim_state_dict)
 
     @staticmethod
     @contextmanager
@@ -222,6 +222,15 @@ def _write_back(unit: Unit) -> None:
                 size = parameter.local.shape[cut.spec.dim]
                 start = store.rank * cut.chunk if size else 0
                 parameter.local.copy_(parameter.full.detach().narrow(cut.spec.dim, start, size))
+
+
+def _take_plain_names(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before a module around this one loads: its keys are the plain model's, and its tensors may be whole."""
+    inner, own = f"{prefix}{_INNER}.", {}
+    for key in [key for key in state if key.startswith(prefix) and not key.startswith(inner)]:
+        own[key.removeprefix(prefix)] = state.pop(key)
+    for key, value in older_state.cut_to_shards(module._fsdp_wrapped_module, own).items():
+        state[inner + key] = value
 
 
 # ---------------------------------------------------------------- what the arguments mean
