@@ -144,7 +144,7 @@ class ScatterFlight:
         unit, layout = load.unit, load.layout
         self._mean = load.averages(flat)
         self._first: Any = None
-        if unit.mesh.world == 1:
+        if unit.mesh.is_alone:
             self.shard = flat
         else:
             self.shard = self._new_shard(flat, layout)

@@ -51,6 +51,11 @@ class ShardMesh:
         """How many shards there are."""
         return 1 if self.shard_axis is None else self.mesh.size(self.shard_axis)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody to gather from: copies do then (a benchmark sees to it that they do not)."""
+        return self.world == 1
+
     @cached_property
     def rank(self) -> int:
         return 0 if self.shard_axis is None else int(self.shard_group.rank())

@@ -32,7 +32,7 @@ class FlatStore:
         self.device = device  # where the whole is computed with; shards may be elsewhere (offloading)
         self._pins = pins
         mesh = parameters[0].mesh
-        self.rank, self.world = mesh.rank, mesh.world
+        self.rank, self.world, self._is_alone = mesh.rank, mesh.world, mesh.is_alone
         (self.layout,) = flat_layouts([p.spec for p in parameters], mesh.world)
         own = parameters[0].sharded.dtype
         self.dtype = own if dtype is None or not own.is_floating_point else dtype
@@ -114,7 +114,7 @@ class FlatStore:
         """Sizes of the buffers of all ranks' shards (0 in a world of one) and of the whole; dtype; the shapes."""
         shapes = [cut.spec.shape for cut in self.layout.cuts]
         sizes = tuple(size for shape in shapes for size in shape)
-        num_elements = 0 if self.world == 1 else self.layout.num_elements
+        num_elements = 0 if self._is_alone else self.layout.num_elements
         return num_elements, self.layout.full_elements, self.dtype, sizes, tuple(map(len, shapes))
 
     def flags(self) -> tuple[bool, ...]:
@@ -133,12 +133,12 @@ class FlatStore:
     def is_alias(self) -> bool:
         """Whether the whole is the shard itself: a world of one that casts and moves nothing."""
         home = self.home
-        return self.world == 1 and home is not None and home.dtype == self.dtype and home.device == self.device
+        return self._is_alone and home is not None and home.dtype == self.dtype and home.device == self.device
 
     @property
     def _is_direct(self) -> bool:
         """Whether what is gathered already lies as the whole does."""
-        return self.world == 1 or self.layout.is_direct
+        return self._is_alone or self.layout.is_direct
 
     @property
     def _full_elements(self) -> int:
@@ -193,7 +193,7 @@ class FlatStore:
             return
         assert self.home is not None
         with torch.no_grad():
-            if self.world == 1:
+            if self._is_alone:
                 self._fill_memory().copy_(self.home, non_blocking=True)
                 return
             mine = self.home.to(device=self.device, dtype=self.dtype, non_blocking=True)
