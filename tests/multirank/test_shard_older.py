@@ -33,6 +33,13 @@ pytestmark = lockstep_only
 BLOCKS = ModuleWrapPolicy({Block})
 
 
+def options_for_blocks(module: nn.Module) -> Any:
+    """Some blocks stay whole until their backward."""
+    if not isinstance(module, Block):
+        return False
+    return {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "limit_all_gathers": True}
+
+
 def compare(how: str = "eager", **options: Any) -> FSDP:
     case = CASES["gpt_tied"]
     module, reference = FSDP(case.module(torch.float64), **options), case.module(torch.float64)
@@ -61,6 +68,7 @@ def train_all(how: str) -> None:
         {"auto_wrap_policy": BLOCKS, "sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": hybrid},
         {"auto_wrap_policy": partial(size_based_auto_wrap_policy, min_num_params=1500)},
         {"auto_wrap_policy": CustomPolicy(lambda m: isinstance(m, Block)), "process_group": dist.group.WORLD},
+        {"auto_wrap_policy": CustomPolicy(options_for_blocks)},
         {"cpu_offload": CPUOffload(offload_params=True)},
         {"sync_module_states": True, "limit_all_gathers": False},
     ):
@@ -106,6 +114,21 @@ def states() -> None:
     assert list(around.state_dict()) == [f"inner.{n}" for n in full]
     around.load_state_dict({f"inner.{name}": value for name, value in full.items()})
     assert_close(module.state_dict(), plain.state_dict(), "loaded by a module around")
+
+
+def options_of_one() -> None:
+    policy = CustomPolicy(lambda m: isinstance(m, nn.Linear) and {"mixed_precision": MixedPrecision(torch.bfloat16)})
+    module = FSDP(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), auto_wrap_policy=policy)
+    assert module(torch.ones(1, 4)).dtype == torch.bfloat16
+    kept = FSDP(nn.Sequential(nn.Linear(4, 4)), auto_wrap_policy=CustomPolicy(lambda m: {
+        "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}))  # fmt: skip
+    assert not kept.module[0]._lockstep_unit.frees_after_forward
+    with pytest.raises(NotImplementedError, match="gives process_group for Linear"):
+        FSDP(nn.Sequential(nn.Linear(4, 4)), auto_wrap_policy=CustomPolicy(lambda m: {"process_group": None}))
+
+
+def test_options_for_single_modules() -> None:
+    run_ranks(2, options_of_one)
 
 
 def optimizer_states() -> None:

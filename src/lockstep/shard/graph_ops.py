@@ -36,8 +36,9 @@ from lockstep.observe.timeline import now
 from lockstep.shard.ahead import Started
 from lockstep.shard.layout import aligned
 from lockstep.shard.own_gather import OwnStore
-from lockstep.shard.root import Root, Team, refuse_compiled_autograd, root_of
+from lockstep.shard.root import Root, refuse_compiled_autograd, root_of
 from lockstep.shard.store import FlatStore, spread_flat, start_gather
+from lockstep.shard.team import Team
 from lockstep.shard.unit import Unit
 
 # A CUDA graph must not record what is decided anew in each step.

@@ -8,7 +8,7 @@ model.
 [Note: kept in the reduction's dtype]  Gradients that wait for a later pass are added up in the dtype in which they
 will be reduced: in their buffer, if that is another dtype than autograd's.
 
-The engine calls this where it would call its own ``GradMemory``; what each method is for is said there.
+What the engine needs of it is said in ``engine/memory.py``, and what each method is for in ``engine/grad_memory.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lockstep import torch_private
 from lockstep.engine.bucket import LiveBucket, Slot
-from lockstep.engine.grad_memory import GradMemory, GradOwnership
+from lockstep.engine.grad_memory import _NOTHING, GradOwnership, accumulate
 from lockstep.shard.exchange import Load
 from lockstep.shard.layout import Cut, Piece, Strided
 from lockstep.shard.parameter import ShardedParameter
@@ -34,11 +34,13 @@ def _plain(gradient: Tensor) -> Tensor:
     return torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 
 
-class ShardMemory(GradMemory):
+class ShardMemory:
     """Moves gradients from whole parameters into flat buffers, and from those to the shards."""
 
     def __init__(self) -> None:
-        super().__init__(GradOwnership.ALIAS)
+        self.ownership = GradOwnership.ALIAS
+        self.reduce_dtype: torch.dtype | None = None  # each unit has its own
+        self.is_shared = False  # a whole parameter belongs to one unit
         self.loads: list[Load] = []
         self.divides = True  # unless a communication hook does
         self._places: dict[Slot, tuple[ShardedParameter, Cut, tuple[Piece, ...]]] = {}
@@ -69,7 +71,7 @@ class ShardMemory(GradMemory):
 
     def put(self, slot: Slot, gradient: Tensor, scale: float) -> None:
         self._move(slot.bucket, [slot], [gradient])
-        self._mark_taken(slot.bucket, [slot])
+        slot.bucket.mark_taken([slot])
 
     def fold(self, slot: Slot, scale: float) -> None:
         late = slot.parameter.grad
@@ -79,7 +81,7 @@ class ShardMemory(GradMemory):
 
     def absorb(self, bucket: LiveBucket, slots: Sequence[Slot], gradients: Sequence[Tensor], scale: float) -> None:
         self._move(bucket, slots, gradients)
-        self._mark_taken(bucket, slots)
+        bucket.mark_taken(slots)
         for slot in slots:
             if slot.parameter.grad is not None:
                 self.fold(slot, scale)
@@ -94,7 +96,7 @@ class ShardMemory(GradMemory):
                     torch_private.alias(flat, *piece.ranked).zero_()
             elif takes:
                 slot.parameter.grad = None
-        self._mark_taken(bucket, bucket.slots)
+        bucket.mark_taken(bucket.slots)
         return flat
 
     def _buffer_of(self, bucket: LiveBucket) -> Tensor:
@@ -155,6 +157,16 @@ class ShardMemory(GradMemory):
     def _scale(self, bucket: LiveBucket, flat: Tensor) -> float:
         return self.loads[bucket.index].scale(flat) if self.divides else 1.0
 
+    def can_fold(self, slots: Sequence[Slot]) -> bool:
+        """Whole gradients are plain numbers, or are made so."""
+        return True
+
+    def take_packed(self, bucket: LiveBucket, flat: Tensor) -> None:
+        """For sparse gradients, which no sharded parameter has."""
+
+    def serve_hook(self, device: torch.device) -> None:
+        """A hook is given a buffer of its own (exchange.py)."""
+
     def keep(self, bucket: LiveBucket) -> None:
         """After a pass that does not synchronise: see [Note: kept in the reduction's dtype]."""
         if bucket.travel_dtype() is self.travel_dtype(bucket):
@@ -170,7 +182,7 @@ class ShardMemory(GradMemory):
         is_used: Callable[[Slot], bool] | None = None,
         *,
         in_place: bool = False,
-        into: Mapping[Slot, Tensor] | None = None,
+        into: Mapping[Slot, Tensor] = _NOTHING,
     ) -> None:
         flat, load = bucket.flat, self.loads[bucket.index]
         if flat is None:
@@ -206,6 +218,12 @@ class ShardMemory(GradMemory):
     def add(self, bucket: LiveBucket) -> None:
         """Add what came late: the shards' gradients are added to anyway."""
         self.hand_out(bucket)
+
+    def set_late_aside(self, bucket: LiveBucket) -> list[Tensor | None]:
+        return bucket.set_late_aside()
+
+    def accumulate(self, slot: Slot, gradient: Tensor) -> None:
+        accumulate(slot, gradient)
 
     def set(self, slot: Slot, gradient: Tensor | None) -> None:
         slot.parameter.grad = gradient
