@@ -124,6 +124,9 @@ class Team:
         reducer = self.step.reducer
         if isinstance(self.exchange, HookExchange):
             raise RuntimeError("register_comm_hook can only be called once; write one hook that does both.")
+        for unit in self.units:
+            unit.reshard()  # what is under way comes in by the way it went
+            unit.links.gather_apart()
         self.memory.divides = False
         self.exchange = reducer.exchange = HookExchange(reducer.transport, self.memory.loads, state, hook, name)
         reducer.transport.keep_order_of(reducer)
