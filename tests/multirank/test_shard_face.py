@@ -402,22 +402,25 @@ def test_meta_device() -> None:
     run_ranks(2, from_meta)
 
 
-def cast_after_sharding() -> None:
+def cast_after_sharding(how: str) -> None:
     module = shard_by_blocks(MLP())
-    module(torch.randn(2, 8)).sum().backward()
+    torch._dynamo.reset()
+    called = torch.compile(module, backend="aot_eager", fullgraph=True) if how == "compiled" else module
+    called(torch.randn(2, 8)).sum().backward()
     module.double()
     module.zero_grad()
-    module(torch.randn(2, 8, dtype=torch.float64)).sum().backward()
+    called(torch.randn(2, 8, dtype=torch.float64)).sum().backward()
     assert module.layers[0].weight.grad.dtype == torch.float64
     plain = MLP().double()
     for (_, mine), (_, theirs) in zip(module.named_parameters(), plain.named_parameters(), strict=True):
         theirs.data.copy_(whole(mine))
     x = torch.ones(2, 8, dtype=torch.float64)
-    torch.testing.assert_close(module(x), plain(x))
+    torch.testing.assert_close(called(x), plain(x))
 
 
-def test_a_cast_after_sharding() -> None:
-    run_ranks(2, cast_after_sharding)
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_a_cast_after_sharding(how: str) -> None:
+    run_ranks(2, cast_after_sharding, how)
 
 
 class Methods(nn.Module):
