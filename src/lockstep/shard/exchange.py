@@ -46,10 +46,10 @@ class Load:
         """Copy all whole gradients into a buffer of all ranks' shards by one kernel, if that is possible."""
         if not self.packs_at_once or len(gradients) != len(self.parameters):
             return False
-        dtypes = {gradient.dtype for gradient in gradients}
-        if len(dtypes) != 1:
+        kinds = {(type(gradient), gradient.dtype) for gradient in gradients}
+        dtype = gradients[0].dtype
+        if kinds != {(Tensor, dtype)}:
             return False
-        (dtype,) = dtypes
         parts = list(gradients)
         if any(self.layout.gaps):
             if dtype not in self._gaps:

@@ -31,7 +31,9 @@ def _plain(gradient: Tensor) -> Tensor:
     """A gradient as plain numbers: parameters of a class of their own may have gradients of it."""
     if type(gradient) is Tensor:
         return gradient
-    return torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+    plain = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+    plain.copy_(gradient)  # what that returns is for the class to say
+    return plain
 
 
 class ShardMemory:
