@@ -23,6 +23,13 @@ def force_collective(model: Any) -> None:
         raise RuntimeError(f"{type(model).__module__} offers no way to force a collective in a world of one")
 
 
+def force_collectives_of_shards() -> None:
+    """Let sharded models gather and scatter in a world of one too, from now on."""
+    from lockstep.shard.mesh import ShardMesh
+
+    ShardMesh.is_alone = property(lambda self: False)
+
+
 def _force_in_earlier_version(reducer: Any) -> None:
     """Versions before transports decide in ``Reducer.start``; the same call follows here that a larger world gets."""
     package = type(reducer).__module__.partition(".")[0]

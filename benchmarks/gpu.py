@@ -380,6 +380,45 @@ def shard(wrappers: list[str], quick: bool) -> dict[str, Any]:
     return {"found": found, "step": ratios, **timed}
 
 
+def shard_link(wrappers: list[str], quick: bool) -> dict[str, Any]:
+    """Sharded training behind an emulated link, next to max(compute, communication)."""
+    options = {"num_rounds": 4 if quick else 12, "num_steps": 4}
+    found = run_ranks("gpu_shard:link_times", options, num_ranks=1, backend=BACKEND, time_limit=280)[0]
+    rows, over = [], {}
+    for name, seconds in found["link_seconds"].items():
+        best = [max(compute, seconds) for compute in found["times"]["compute"]]
+        over[name] = Spread.of([mine / ideal for mine, ideal in zip(found["times"][name], best, strict=True)])
+        step = 1000 * Spread.of(found["times"][name]).median
+        rows.append([name, f"{step:.2f} ms", f"{1000 * seconds:.2f} ms", over[name].text()])
+    rows.append(["compiled, not sharded", f"{1000 * Spread.of(found['times']['compute']).median:.2f} ms", "", ""])
+    columns = ["subject", "step", "link alone", "over max(compute, link)"]
+    print_table("sharded, a link of 60 GB/s emulated for gathers and scatters", columns, rows, "")
+    return {**found, "over_ideal": {name: spread.json() for name, spread in over.items()}}
+
+
+def shard_two_ranks(wrappers: list[str], quick: bool) -> dict[str, Any]:
+    """Peak memory of two ranks that share the GPU over gloo, and first steps with an empty compiler cache."""
+    from gpu_shard import SUBJECTS
+
+    two = {"num_ranks": 2, "backend": "gloo", "time_limit": 280}
+    names = [name for name in SUBJECTS if name != "compiled, not sharded"]
+    memory = {
+        name: _or_error(lambda n=name: run_ranks("gpu_shard:peak_memory_of_two", {"name": n}, **two)) for name in names
+    }
+    cold = {name: _or_error(partial(_cold_step, name)) for name in names if name != "FSDP2 eager"}
+    rows = [[f"peak of each rank, {name}", str(value)] for name, value in memory.items()]
+    rows += [[f"first and second step, {name}", str(value)] for name, value in cold.items()]
+    print_table("sharded: two ranks on one GPU (gloo, batch 2), and cold steps in a world of one", ["", ""], rows, "")
+    return {"memory": memory, "cold": cold}
+
+
+def _cold_step(name: str) -> Any:
+    with tempfile.TemporaryDirectory(prefix="cold-step-") as cache:
+        environments = [{"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache}]
+        where: dict[str, Any] = {"num_ranks": 1, "backend": BACKEND, "time_limit": 280}
+        return run_ranks("gpu_shard:cold_step", {"name": name}, environments=environments, **where)[0]
+
+
 def _or_error(job: Callable[[], Any]) -> Any:
     try:
         return job()
@@ -392,6 +431,8 @@ PARTS: dict[str, Callable[[list[str], bool], dict[str, Any]]] = {
     "step_time": step_time,
     "peak_memory": peak_memory,
     "shard": shard,
+    "shard_link": shard_link,
+    "shard_two_ranks": shard_two_ranks,
     "hooks_per_parameter": hooks_per_parameter,
     "compiled_gradients": compiled_gradients,
     "compiled_step": compiled_step,

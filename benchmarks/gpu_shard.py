@@ -3,11 +3,15 @@
 Parameters are gathered in bf16 and reduced in fp32, one unit per block and the root.  "compiled, not sharded" is the
 same model under torch.compile with bf16 autocast: what a sharded one cannot beat.  A world of one copies where others
 send, in FSDP2 as here.
+
+With a link, gathers and scatters are forced and take as long as they would at LINK_BYTES_PER_SECOND, on a stream of
+their own; FSDP2 scatters nothing in a world of one, so it is not next to these.
 """
 
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import torch
@@ -15,7 +19,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from gpu_device import DEVICE, peak_bytes, prepare, reset_peak, synchronize
+from forcing import force_collectives_of_shards
+from gpu_compiled import LINK_BYTES_PER_SECOND, _cycles_per_second
+from gpu_device import DEVICE, IS_GPU, peak_bytes, prepare, reset_peak, synchronize
 from gpu_timing import CONTEXT, NUM_SYMBOLS, Trainer, gpt2
 from models import give_own_code
 from timing import interleave
@@ -50,7 +56,7 @@ def sharded(subject: str, module: Any, low: bool = True) -> nn.Module:
 class ShardTrainer(Trainer):
     """A step of the GPT-2 sized model."""
 
-    def __init__(self, subject: str, compiled: str | None = None, num_steps: int = 1) -> None:
+    def __init__(self, subject: str, compiled: str | None = None, num_steps: int = 1, num_warm_up: int = 5) -> None:
         torch.manual_seed(0)
         self.is_sharded = subject != "none"
         self.module = gpt2().to(DEVICE)
@@ -61,7 +67,7 @@ class ShardTrainer(Trainer):
         self.module = sharded(subject, self.module)
         self.model = torch.compile(self.module) if compiled == "model" else self.module
         self._set_up(num_steps)
-        for _ in range(5):
+        for _ in range(num_warm_up):
             self.step()
         synchronize()
 
@@ -91,6 +97,108 @@ def peak_memory(name: str) -> int:
     for _ in range(3):
         trainer.step()
     return peak_bytes()
+
+
+class EmulatedLink:
+    """An all-gather or a reduce-scatter of one rank that takes as long as a link of many would."""
+
+    def __init__(self, stream: Any, cycles_per_byte: float) -> None:
+        self._stream = stream
+        self._cycles_per_byte = cycles_per_byte
+        self.num_bytes = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output: torch.Tensor, mine: torch.Tensor, *_: Any, **__: Any) -> Any:
+        self.num_bytes += max(output.nbytes, mine.nbytes)
+        if not IS_GPU:
+            output.copy_(mine)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(int(max(output.nbytes, mine.nbytes) * self._cycles_per_byte))
+            output.copy_(mine)
+        for tensor in (output, mine):
+            tensor.record_stream(self._stream)
+        return _Sent(self._stream)
+
+
+class _Sent:
+    """What the caller waits for; only its stream does."""
+
+    def __init__(self, stream: Any) -> None:
+        self._event = stream.record_event()
+
+    def wait(self) -> None:
+        self._event.wait()
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query())
+
+
+def link_times(num_rounds: int, num_steps: int) -> dict[str, Any]:
+    """Steps with an emulated link, eager and in one graph, next to compute and to communication alone."""
+    prepare()
+    trainers = {"compute": ShardTrainer("none", "model", num_steps)}
+    force_collectives_of_shards()
+    cycles_per_byte = _cycles_per_second() / LINK_BYTES_PER_SECOND if IS_GPU else 0.0
+    stream = torch.cuda.Stream() if IS_GPU else None
+    links: dict[str, EmulatedLink] = {}
+    for name, compiled in (("lockstep eager", None), ("lockstep, one graph", "model")):
+        link = links[name] = EmulatedLink(stream, cycles_per_byte)
+        trainer = trainers[name] = ShardTrainer("lockstep", compiled, num_steps)
+        for module in (trainer.module, *trainer.module.blocks):
+            module.set_custom_all_gather(link)
+            module.set_custom_reduce_scatter(link)
+        trainer.step()
+    bytes_per_step = {}
+    for name, link in links.items():
+        link.num_bytes = 0
+        trainers[name].step()
+        bytes_per_step[name] = link.num_bytes
+    times = interleave({name: trainer.seconds_per_step for name, trainer in trainers.items()}, num_rounds)
+    return {
+        "times": times,
+        "bytes_per_step": bytes_per_step,
+        "link_seconds": {name: num / LINK_BYTES_PER_SECOND for name, num in bytes_per_step.items()},
+    }
+
+
+def cold_step(name: str) -> dict[str, float]:
+    """Seconds of the first step and of the second, of a process with an empty compiler cache (see gpu.py)."""
+    prepare()
+    trainer = ShardTrainer(**SUBJECTS[name], num_warm_up=0)
+    synchronize()
+    seconds = []
+    for _ in range(2):
+        begin = time.perf_counter()
+        trainer.step()
+        synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return {"first": seconds[0], "second": seconds[1]}
+
+
+def peak_memory_of_two(name: str) -> dict[str, int]:
+    """Two ranks on one GPU over gloo, batch 2: each one's peak in the steps after the first, and what the formula says.
+
+    The formula is that of docs/sharding.md: shards, their gradients and Adam's state, the root and two units whole in
+    bf16, one being gathered, one gradient being scattered in fp32; what is left over is activations.
+    """
+    prepare()
+    torch.manual_seed(0)
+    trainer = ShardTrainer(**SUBJECTS[name], num_warm_up=0)
+    trainer.batch = torch.randint(NUM_SYMBOLS, (2, CONTEXT + 1), device=DEVICE)
+    for _ in range(3):
+        trainer.step()
+    reset_peak()
+    for _ in range(3):
+        trainer.step()
+    sizes = [sum(p.numel() for p in block.parameters()) for block in trainer.module.blocks]
+    whole = sum(p.numel() for p in trainer.module.parameters())
+    root, unit = whole - sum(sizes), max(sizes)
+    shards = 4 * 4 * whole // dist.get_world_size()
+    return {"peak": peak_bytes(), "formula": shards + 2 * (root + 2 * unit) + 2 * unit + 4 * max(unit, root)}
 
 
 def _whole(gradient: Any) -> torch.Tensor:

@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py  # the same through torch's launcher
     python examples/train_gpt.py                       # a world of one
     lockstep run --nproc 2 examples/train_gpt.py --compile
+    lockstep run --nproc 2 examples/train_gpt.py --shard   # the model and its optimizer cut over the ranks
     lockstep run --nproc 2 --max-restarts 3 examples/train_gpt.py --checkpoint out/checkpoints   # survives kill -9
 
 At the end it prints the plan, how much communication was exposed and a sample of the text the model writes,
@@ -19,6 +20,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -127,6 +129,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--bucket-cap-mb", type=float, default=1.0, help="size of a bucket of gradients")
     parser.add_argument("--compile", action="store_true", help="compile the model; each bucket leaves inside its graph")
+    parser.add_argument("--shard", action="store_true", help="cut the model over the ranks, one unit per block")
     parser.add_argument("--checkpoint", type=Path, help="folder of checkpoints: save there, go on from the latest")
     parser.add_argument("--save-every", type=int, default=25, help="steps from one checkpoint to the next")
     parser.add_argument("--seed", type=int, default=0)
@@ -173,7 +176,7 @@ class Reporter:
 
 
 def resume(
-    ddp: lockstep.DistributedDataParallel,
+    ddp: Any,
     optimizer: torch.optim.Optimizer,
     generator: torch.Generator,
     losses: Tensor,
@@ -194,8 +197,11 @@ def resume(
     return loaded.step
 
 
-def train(ddp: lockstep.DistributedDataParallel, data: Tensor, options: argparse.Namespace) -> Tensor:
-    """The training loop; the loss of each step, as the mean over ranks.  A run that is stopped has fewer of them."""
+def train(ddp: Any, called: nn.Module, data: Tensor, options: argparse.Namespace) -> Tensor:
+    """The training loop; the loss of each step, as the mean over ranks.  A run that is stopped has fewer of them.
+
+    ``called`` is the model, perhaps compiled.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=options.lr, weight_decay=0.05)
     # Each rank draws other windows of the text: that is the data parallelism.
@@ -211,7 +217,7 @@ def train(ddp: lockstep.DistributedDataParallel, data: Tensor, options: argparse
                 group["lr"] = learning_rate(step, options)
             starts = torch.randint(len(data) - options.context, (options.batch, 1), generator=generator)
             windows = (starts + offsets).to(data.device)
-            loss = ddp(data[windows], data[windows + 1])
+            loss = called(data[windows], data[windows + 1])
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
@@ -262,6 +268,15 @@ def leave_early(num_done: int, options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
+def wrap(model: GPT, options: argparse.Namespace) -> Any:
+    """The model as it is trained: a copy on every rank, or a part of it on each."""
+    if options.shard:
+        return lockstep.fully_shard(model, units="auto")
+    # With the layout of the run before, sums have the same order, and so the same bits.
+    plan = lockstep.checkpoint.plan_of(options.checkpoint, fallback=True) if options.checkpoint else None
+    return lockstep.DistributedDataParallel(model, bucket_cap_mb=options.bucket_cap_mb, plan=plan)
+
+
 def main() -> None:
     options = read_options()
     device = join_world()
@@ -273,26 +288,26 @@ def main() -> None:
 
     torch.manual_seed(options.seed)
     model = GPT(len(symbols), options.context, options.width, options.layers, options.heads).to(device)
-    # With the layout of the run before, sums have the same order, and so the same bits.
-    plan = lockstep.checkpoint.plan_of(options.checkpoint, fallback=True) if options.checkpoint else None
-    ddp = lockstep.DistributedDataParallel(model, bucket_cap_mb=options.bucket_cap_mb, plan=plan)
+    ddp = wrap(model, options)
     ddp.timeline.precise = True  # for the report: when each bucket's reduction really ended
-    if options.compile:
+    called = torch.compile(ddp) if options.compile and options.shard else ddp
+    if options.compile and not options.shard:
         ddp.compile()
     ranks = f"{world} rank{'s' if world > 1 else ''}"
     num_parameters = sum(p.numel() for p in model.parameters())
     if rank == 0:
         print(f"{num_parameters:,} parameters, {len(text):,} characters, {ranks} on {device.type}")
 
-    losses = train(ddp, data, options)
+    losses = train(ddp, called, data, options)
     if len(losses) < options.steps:
         leave_early(len(losses), options)
         return
     timelines = gather_timelines(ddp.timeline)
-    if rank == 0:
-        start = torch.tensor([number[symbol] for symbol in "\n\n"], device=device)
-        generator = torch.Generator().manual_seed(options.seed)
+    start = torch.tensor([number[symbol] for symbol in "\n\n"], device=device)
+    generator = torch.Generator().manual_seed(options.seed)
+    if rank == 0 or options.shard:  # all ranks have to gather the parameters, so all of them write the same
         sample = write_text(model, start, 400, generator)
+    if rank == 0:
         report = write_report(
             options.out / "report.html",
             losses=losses.tolist(),

@@ -122,6 +122,55 @@ def test_a_lazy_module_is_not_made_to_load() -> None:
         del sys.modules["lazy_user"], sys.modules["not_a_module"]
 
 
+def test_what_shards_models() -> None:
+    import torch.distributed.checkpoint.state_dict as states
+    from torch.distributed import fsdp
+    from torch.distributed.fsdp import fully_sharded_data_parallel as older
+
+    names = ("fully_shard", "FullyShardedDataParallel", "register_fsdp_forward_method")
+    original = [vars(fsdp)[name] for name in names]
+    user = ModuleType("early_user_of_shards")
+    exec("from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, fully_shard", vars(user))
+    sys.modules[user.__name__] = user
+    try:
+        lockstep.install()
+        assert fsdp.fully_shard is vars(user)["fully_shard"] is lockstep.fully_shard
+        assert fsdp.FullyShardedDataParallel is vars(user)["FSDP"] is lockstep.FullyShardedDataParallel
+        assert older.FullyShardedDataParallel is lockstep.FullyShardedDataParallel
+        assert vars(fsdp)["register_fsdp_forward_method"].__module__ == "lockstep.shard.module"
+        assert vars(states)["FSDP"] is original[1]  # torch's checkpoints know its own flat parameters by it
+        lockstep.uninstall()
+        assert [vars(fsdp)[name] for name in names] == original
+        assert vars(user)["fully_shard"] is original[0]
+    finally:
+        del sys.modules[user.__name__]
+
+
+def test_a_function_taken_from_torch_shards_with_lockstep(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path / "train.py",
+        """
+        import torch, torch.distributed as dist
+        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel as FSDP, fully_shard
+        import lockstep
+
+        lockstep.install()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        model = fully_shard(torch.nn.Linear(2, 1))
+        assert isinstance(model, FSDPModule)
+        model(torch.ones(1, 2)).sum().backward()
+        older = FSDP(torch.nn.Linear(2, 1))
+        older(torch.ones(1, 2)).sum().backward()
+        assert isinstance(older, torch.distributed.fsdp.FullyShardedDataParallel)
+        print(model.plan.shard_bytes > 0, model.weight.grad.full_tensor().tolist(), type(older).__module__)
+        dist.destroy_process_group()
+        """,
+    )
+    done = run_command([sys.executable, script])
+    assert done.exit_code == 0, done
+    assert done.lines == ["True [[1.0, 1.0]] lockstep.shard.older"]
+
+
 @pytest.mark.parametrize(("chosen", "asked", "given"), [("gloo", None, "gloo"), ("mpi", "gloo", "gloo")])
 def test_backend_of_a_bare_init_comes_from_the_launcher(
     chosen: str, asked: str | None, given: str, monkeypatch: pytest.MonkeyPatch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,6 +12,10 @@ from lockstep.ddp.activate import activate
 from lockstep.ddp.options import Overlap
 from lockstep.graph.backend import STRATEGIES
 from lockstep.graph.explain import Explanation
+
+if TYPE_CHECKING:
+    from lockstep.shard.explain import ShardExplanation
+    from lockstep.shard.module import ShardedModule
 
 __all__ = ["compile", "explain"]
 
@@ -38,18 +42,30 @@ def compile(model: Any, *, overlap: Overlap | None = None, verbose: bool = False
     return torch.compile(model, **options)
 
 
-def explain(model: nn.Module) -> Explanation:
+def explain(model: nn.Module) -> Explanation | ShardExplanation:
     """What was compiled of a wrapped model so far; run a step or two first.
 
     The graphs, the buckets that each launches and where in its backward, what was left to the hooks and why, compiled
-    modules that never ran, and predicted and measured exposed communication.  Print it, or use its fields.
+    modules that never ran, and predicted and measured exposed communication.  Of a sharded model: where each unit was
+    gathered, how long this rank waited for it, and from where its gradients left.  Print it, or use its fields.
     """
     wrappers = _wrappers_in(model)
+    sharded = [] if wrappers or not isinstance(model, nn.Module) else _sharded_in(model)
+    if len(sharded) == 1:
+        return sharded[0].explain_compilation()
     if len(wrappers) != 1:
         raise ValueError(
-            f"explain() needs a model with one lockstep.DDP in it, and found {len(wrappers)}. Call it with the wrapper."
+            "explain() needs a model with one lockstep.DDP or one sharded model in it, and found "
+            f"{len(wrappers) + len(sharded)}. Call it with that one."
         )
     return wrappers[0].explain_compilation()
+
+
+def _sharded_in(model: nn.Module) -> list[ShardedModule]:
+    """The outermost sharded modules; nothing is imported for a model that has none."""
+    found: list[Any] = [module for module in model.modules() if "_lockstep_unit" in vars(module)]
+    outermost = {module._lockstep_unit: module for module in found if module._lockstep_unit.parent is None}
+    return list(outermost.values())
 
 
 def _wrappers_in(model: Any) -> list[DistributedDataParallel]:

@@ -1,4 +1,5 @@
-"""Put Lockstep in the place of torch's DistributedDataParallel, for programs that stay unchanged.
+"""Put Lockstep in the place of torch's DistributedDataParallel, fully_shard and FullyShardedDataParallel, for programs
+that stay unchanged.
 
 Modules that already took the class with ``from torch.nn.parallel import DistributedDataParallel`` hold a
 reference of their own, so replacing torch's attribute is not enough: every loaded module is looked through.
@@ -32,11 +33,15 @@ class _Replaced(NamedTuple):
 
 # While installed: torch's object and what stands in its place, and every reference that was exchanged.
 _stand_ins: list[tuple[Any, Any]] = []
+# The part of torch in which programs look for what shards models; the rest of torch means its own class: to its
+# checkpoints, a model that is sharded here is one with DTensors.
+_SHARDING = ("torch.distributed.fsdp", "torch.distributed._composable")
 _replaced: list[_Replaced] = []
 
 
 def install() -> None:
-    """Make ``torch.nn.parallel.DistributedDataParallel`` be Lockstep's, everywhere in this process.
+    """Make ``torch.nn.parallel.DistributedDataParallel`` be Lockstep's, everywhere in this process; and what
+    ``torch.distributed.fsdp`` shards models with.
 
     Modules loaded later get it from torch's own modules; modules loaded before have their reference
     exchanged. Called again, it also reaches modules that took the reference in between.  A bare
@@ -51,12 +56,28 @@ def install() -> None:
 
     if not _stand_ins:
         _stand_ins.append((torch_private.TorchDDP, DistributedDataParallel))
+        _stand_ins.extend(_for_sharding())
         _stand_ins.append((dist.init_process_group, _with_default_backend(dist.init_process_group)))
     for name, module in list(sys.modules.items()):
         # Some libraries put objects that are no modules there; Lockstep itself must keep sight of torch's
         # class.
         if isinstance(module, ModuleType) and name.partition(".")[0] != "lockstep":
             _replace_in(module)
+
+
+def _for_sharding() -> list[tuple[Any, Any]]:
+    import torch.distributed.checkpoint.state_dict  # noqa: F401 - takes torch's own class while that is there
+    from torch.distributed import fsdp
+
+    from lockstep import shard
+
+    pairs = {
+        "fully_shard": shard.fully_shard,
+        "FullyShardedDataParallel": shard.FullyShardedDataParallel,
+        "register_fsdp_forward_method": shard.register_forward_method,
+        "share_comm_ctx": shard.share_comm_ctx,
+    }
+    return [(theirs, ours) for name, ours in pairs.items() if (theirs := getattr(fsdp, name, None)) is not None]
 
 
 def uninstall() -> None:
@@ -79,9 +100,11 @@ def uninstall() -> None:
 def _replace_in(module: ModuleType) -> None:
     # The namespace is read and written directly: lazy modules import half a library on getattr.
     namespace = vars(module)
+    name = str(namespace.get("__name__", ""))
+    means_its_own = name.partition(".")[0] == "torch" and not name.startswith(_SHARDING)
     for attribute, value in list(namespace.items()):
         for old, new in _stand_ins:
-            if value is old:
+            if value is old and not (means_its_own and new.__module__.startswith("lockstep.shard")):
                 namespace[attribute] = new
                 _replaced.append(_Replaced(module, attribute, old, new))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -402,22 +402,25 @@ def test_meta_device() -> None:
     run_ranks(2, from_meta)
 
 
-def cast_after_sharding() -> None:
+def cast_after_sharding(how: str) -> None:
     module = shard_by_blocks(MLP())
-    module(torch.randn(2, 8)).sum().backward()
+    torch._dynamo.reset()
+    called = torch.compile(module, backend="aot_eager", fullgraph=True) if how == "compiled" else module
+    called(torch.randn(2, 8)).sum().backward()
     module.double()
     module.zero_grad()
-    module(torch.randn(2, 8, dtype=torch.float64)).sum().backward()
+    called(torch.randn(2, 8, dtype=torch.float64)).sum().backward()
     assert module.layers[0].weight.grad.dtype == torch.float64
     plain = MLP().double()
     for (_, mine), (_, theirs) in zip(module.named_parameters(), plain.named_parameters(), strict=True):
         theirs.data.copy_(whole(mine))
     x = torch.ones(2, 8, dtype=torch.float64)
-    torch.testing.assert_close(module(x), plain(x))
+    torch.testing.assert_close(called(x), plain(x))
 
 
-def test_a_cast_after_sharding() -> None:
-    run_ranks(2, cast_after_sharding)
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_a_cast_after_sharding(how: str) -> None:
+    run_ranks(2, cast_after_sharding, how)
 
 
 class Methods(nn.Module):
@@ -805,16 +808,69 @@ def test_the_end_of_a_backward_by_hand() -> None:
     run_ranks(2, finalize_by_hand)
 
 
-def own_gather() -> None:
+class Halves(torch.Tensor):
+    """A parameter that travels as two parts, high and low, and a note; of each element, and padded itself."""
+
+    notes: ClassVar[list[Any]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What is made of one is one, unless it is of another class already (a collective's result)."""
+        with torch._C.DisableTorchFunctionSubclass():
+            made = func(*args, **(kwargs or {}))
+        if isinstance(made, (list, tuple)):
+            return type(made)(part.as_subclass(cls) if type(part) is torch.Tensor else part for part in made)
+        return made.as_subclass(cls) if type(made) is torch.Tensor else made
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        plain = self.detach().as_subclass(torch.Tensor)
+        rows = -(-outer_size[0] // mesh.size())
+        padded = torch.zeros(rows, *outer_size[1:], dtype=plain.dtype)
+        padded[: plain.shape[0]] = plain
+        high = padded.bfloat16()
+        Halves.notes.append((mesh.ndim, type(module).__name__, mp_policy.param_dtype))
+        return (high, padded - high), "a note"
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[torch.Tensor, ...], note: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
+    ) -> Any:
+        assert note == "a note"
+        high, low = outputs
+        if out is not None:
+            out.copy_((high + low)[: out.shape[0]])
+            return None
+        whole = (high + low).to(param_dtype)
+        return whole, (whole,)
+
+
+def own_gather(how: str) -> None:
+    def prepare(module: nn.Module) -> Any:
+        for layer in module.layers:
+            if isinstance(layer, nn.Linear):
+                layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Halves))
+        shard_by_blocks(module)
+        if how == "eager":
+            return module
+        torch._dynamo.reset()
+        return torch.compile(module, backend="aot_eager")
+
+    Halves.notes = []
+    module = train_and_compare("mlp", prepare=prepare)
+    assert type(module.layers[0].weight._local_tensor) is Halves
+    assert set(Halves.notes) == {(1, "FSDPLinear", None)}
+    assert module.layers[0]._lockstep_unit.has_own_gathers
     module = fully_shard(nn.Linear(4, 4))
-    module.weight.to_local()  # another tensor on the same memory
     module._lockstep_unit.parameters[0].local.fsdp_pre_all_gather = lambda *_: None
-    with pytest.raises(NotImplementedError, match="weight is a Tensor with its own all-gather"):
+    with pytest.raises(AssertionError, match="weight: both fsdp_pre_all_gather and fsdp_post_all_gather"):
         module(torch.ones(1, 4))
 
 
-def test_tensors_with_their_own_gather_are_refused() -> None:
-    run_ranks(2, own_gather)
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("world", [1, 3])
+def test_tensors_with_their_own_gather(world: int, how: str) -> None:
+    run_ranks(world, own_gather, how)
 
 
 def wrong_meshes() -> None:

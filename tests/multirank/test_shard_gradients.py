@@ -42,17 +42,17 @@ def test_optimizers() -> None:
     run_ranks(2, train_with_all_optimizers)
 
 
-def compile_whole(module: nn.Module, backend: str = "aot_eager") -> Any:
+def compile_whole(module: nn.Module, backend: str = "aot_eager", mode: str | None = None) -> Any:
     torch._dynamo.reset()
     shard_by_blocks(module)
-    return torch.compile(module, backend=backend, fullgraph=True)
+    return torch.compile(module, backend=backend, fullgraph=True, mode=mode)
 
 
-def train_compiled(names: list[str], backend: str = "aot_eager") -> list[int]:
+def train_compiled(names: list[str], backend: str = "aot_eager", mode: str | None = None) -> list[int]:
     num_graphs = []
     for name in names:
         torch._dynamo.utils.counters.clear()
-        train_and_compare(name, prepare=lambda module: compile_whole(module, backend))
+        train_and_compare(name, prepare=lambda module: compile_whole(module, backend, mode))
         num_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     return num_graphs
 
@@ -65,8 +65,9 @@ def test_one_graph(world: int) -> None:
 
 
 @pytest.mark.slow
-def test_one_graph_by_inductor() -> None:
-    assert run_ranks(2, train_compiled, ["gpt_tied"], "inductor")[0] == [1]
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_one_graph_by_inductor(mode: str | None) -> None:
+    assert run_ranks(2, train_compiled, ["gpt_tied"], "inductor", mode)[0] == [1]
 
 
 def compile_blocks(module: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -11,18 +12,32 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffload, FullStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import (
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+)
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
 from lockstep import FullyShardedDataParallel as FSDP
-from multirank.compare import assert_close
+from multirank.compare import assert_close, assert_identical
 from multirank.harness import lockstep_only, run_ranks
 from multirank.models import CASES, Block, shard
 from multirank.shard_training import gradients, whole_gradients
 
 pytestmark = lockstep_only
 BLOCKS = ModuleWrapPolicy({Block})
+
+
+def options_for_blocks(module: nn.Module) -> Any:
+    """Some blocks stay whole until their backward."""
+    if not isinstance(module, Block):
+        return False
+    return {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "limit_all_gathers": True}
 
 
 def compare(how: str = "eager", **options: Any) -> FSDP:
@@ -53,6 +68,7 @@ def train_all(how: str) -> None:
         {"auto_wrap_policy": BLOCKS, "sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": hybrid},
         {"auto_wrap_policy": partial(size_based_auto_wrap_policy, min_num_params=1500)},
         {"auto_wrap_policy": CustomPolicy(lambda m: isinstance(m, Block)), "process_group": dist.group.WORLD},
+        {"auto_wrap_policy": CustomPolicy(options_for_blocks)},
         {"cpu_offload": CPUOffload(offload_params=True)},
         {"sync_module_states": True, "limit_all_gathers": False},
     ):
@@ -93,8 +109,70 @@ def states() -> None:
     assert len(FSDP.fsdp_modules(module)) == 3
     assert len(FSDP.fsdp_modules(module, root_only=True)) == 1
     assert module.check_is_root()
-    with pytest.raises(NotImplementedError, match="get_optimizer_state_dict"):
-        FSDP.optim_state_dict(module, None)
+    around = nn.ModuleDict({"inner": module})
+    assert [n for n, _ in around.named_parameters()] == [f"inner.{n}" for n, _ in plain.named_parameters()]
+    assert list(around.state_dict()) == [f"inner.{n}" for n in full]
+    around.load_state_dict({f"inner.{name}": value for name, value in full.items()})
+    assert_close(module.state_dict(), plain.state_dict(), "loaded by a module around")
+
+
+def options_of_one() -> None:
+    policy = CustomPolicy(lambda m: isinstance(m, nn.Linear) and {"mixed_precision": MixedPrecision(torch.bfloat16)})
+    module = FSDP(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), auto_wrap_policy=policy)
+    assert module(torch.ones(1, 4)).dtype == torch.bfloat16
+    kept = FSDP(nn.Sequential(nn.Linear(4, 4)), auto_wrap_policy=CustomPolicy(lambda m: {
+        "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}))  # fmt: skip
+    assert not kept.module[0]._lockstep_unit.frees_after_forward
+    with pytest.raises(NotImplementedError, match="gives process_group for Linear"):
+        FSDP(nn.Sequential(nn.Linear(4, 4)), auto_wrap_policy=CustomPolicy(lambda m: {"process_group": None}))
+
+
+def test_options_for_single_modules() -> None:
+    run_ranks(2, options_of_one)
+
+
+def optimizer_states() -> None:
+    """Whole and sharded state goes into another model's optimizer, and both train on alike."""
+    case = CASES["gpt_tied"]
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def made() -> tuple[Any, torch.optim.Optimizer]:
+        module = FSDP(case.module(torch.float64), auto_wrap_policy=BLOCKS)
+        return module, torch.optim.AdamW(module.parameters(), lr=0.01)
+
+    def step(module: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+        case.loss(module, shard(case.batch(number, torch.float64), rank, world)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    module, optimizer = made()
+    step(module, optimizer, 0)
+    weights = module.state_dict()
+    plain = case.module(torch.float64)
+    full = FSDP.optim_state_dict(module, optimizer)
+    assert set(full["state"]) == {name for name, _ in plain.named_parameters()}
+    assert all(full["state"][name]["exp_avg"].shape == p.shape for name, p in plain.named_parameters())
+    on_first = FSDP.full_optim_state_dict(module, optimizer)
+    assert bool(on_first) == (rank == 0)
+    sharded = copy.deepcopy(FSDP.sharded_optim_state_dict(module, optimizer))
+    assert all(isinstance(values["exp_avg"], DTensor) for values in sharded["state"].values())
+    step(module, optimizer, 1)
+    config = FullOptimStateDictConfig(rank0_only=True)
+    for state, only_first in ((full, False), (sharded, False), (on_first, True)):
+        other, its = made()
+        other.load_state_dict(weights)
+        if only_first:
+            FSDP.set_state_dict_type(other, StateDictType.FULL_STATE_DICT, None, config)
+        its.load_state_dict(FSDP.optim_state_dict_to_load(other, its, state))
+        FSDP.set_state_dict_type(other, StateDictType.FULL_STATE_DICT)
+        step(other, its, 1)
+        assert_identical(other.state_dict(), module.state_dict(), "resumed")
+    with pytest.raises(ValueError, match="are not the model's"):
+        FSDP.optim_state_dict(module, torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+
+
+def test_optimizer_states() -> None:
+    run_ranks(2, optimizer_states)
 
 
 def test_states() -> None:

@@ -12,8 +12,10 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
+import lockstep
 from lockstep import fully_shard
 from multirank.compare import assert_close
 from multirank.harness import expect_errors, lockstep_only, run_ranks
@@ -234,11 +236,14 @@ def test_unfreezing_needs_another_graph() -> None:
     assert "blocks.0.up.weight" in run_ranks(2, unfreeze_what_is_compiled)[0]
 
 
-def train_with_hook(kind: str) -> None:
-    pair = Pair("mlp")
+def train_with_hook(kind: str, how: str, prepare: Callable[[nn.Module], Any] = shard_by_blocks) -> None:
+    pair = Pair("mlp", how, prepare)
     hook: Any = {
         "allreduce": (None, default_hooks.allreduce_hook),
         "bf16": (None, default_hooks.bf16_compress_hook),
+        "own_bf16": (lockstep.hooks.Bf16State(), lockstep.hooks.bf16_hook),
+        "int8": (lockstep.hooks.Int8State(), lockstep.hooks.int8_hook),
+        "users": ("sums", users_hook),
         "powersgd": (powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook),
     }[kind]
     pair.module.register_comm_hook(*hook)
@@ -247,20 +252,66 @@ def train_with_hook(kind: str) -> None:
         pair.reference.zero_grad()
         pair.loss(step).backward()
         pair.reference_loss(step).backward()
-        if kind == "allreduce":
+        if kind in ("allreduce", "users"):
             pair.compare(f"hook, step {step}")
         for name, gradient in whole_gradients(pair.module).items():
             expected = gradients(pair.reference)[name]
             assert gradient is not None
             assert expected is not None
             assert gradient.shape == expected.shape
-            if kind == "bf16":
+            if kind in ("bf16", "own_bf16", "int8"):
                 assert (gradient - expected).abs().max() < 0.05 * expected.abs().max() + 1e-3
+    if kind == "int8":
+        repeat_until_errors_cancel(pair)
 
 
-@pytest.mark.parametrize("kind", ["allreduce", "bf16", "powersgd"])
-def test_communication_hooks(kind: str) -> None:
-    run_ranks(2, train_with_hook, kind)
+def users_hook(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """A program's own: it looks at the gradients by parameter, and reduces by two collectives."""
+    assert state == "sums"
+    assert len(bucket.gradients()) == len(bucket.parameters())
+    flat = bucket.buffer().div_(dist.get_world_size())
+    half = flat.numel() // 2
+    works = [dist.all_reduce(part, async_op=True) for part in (flat[:half], flat[half:])]
+
+    def all_of_it(_: object) -> torch.Tensor:
+        works[0].wait()
+        return flat
+
+    return works[1].get_future().then(all_of_it)
+
+
+def repeat_until_errors_cancel(pair: Pair) -> None:
+    """With error feedback, the mean of many roundings of one gradient is closer to it than one of them is."""
+    pair.reference.zero_grad()
+    pair.reference_loss(0).backward()
+    single = total = 0.0
+    mean: dict[str, torch.Tensor] = {}
+    for step in range(12):
+        pair.module.zero_grad()
+        pair.loss(0).backward()
+        for name, gradient in whole_gradients(pair.module).items():
+            assert gradient is not None
+            mean[name] = mean.get(name, 0.0) + gradient / 12
+            if step == 0:
+                single += (gradient - gradients(pair.reference)[name]).norm().item()
+    for name, gradient in mean.items():
+        total += (gradient - gradients(pair.reference)[name]).norm().item()
+    assert total < 0.5 * single
+
+
+@pytest.mark.parametrize("how", MODES)
+@pytest.mark.parametrize("kind", ["allreduce", "bf16", "own_bf16", "int8", "users", "powersgd"])
+def test_communication_hooks(kind: str, how: str) -> None:
+    run_ranks(2, train_with_hook, kind, how)
+
+
+def shard_with_replicas(module: nn.Module) -> None:
+    shard_by_blocks(module, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "int8"])
+def test_communication_hooks_with_replicas(kind: str) -> None:
+    run_ranks(4, train_with_hook, kind, "eager", shard_with_replicas)
 
 
 def late_use() -> None:
@@ -398,20 +449,35 @@ def test_compiled_gathers_are_begun_ahead() -> None:
     ]
 
 
-def observe(how: str) -> tuple[set[str], dict[str, float]]:
+def observe(how: str) -> tuple[set[str], dict[str, float], Any]:
     pair = Pair(how=how)
+    before = str(lockstep.explain(pair.module))
+    assert before == "3 sharded unit(s); no step has ended yet"
     for step in range(2):
         pair.loss(step).backward()
-    return {interval.name for interval in pair.module.timeline.steps[-1].intervals}, pair.module.metrics()
+    names = {interval.name for interval in pair.module.timeline.steps[-1].intervals}
+    return names, pair.module.metrics(), lockstep.explain(pair.called)
 
 
 @pytest.mark.parametrize("how", MODES)
 def test_timeline(how: str) -> None:
-    names, metrics = run_ranks(2, observe, how)[0]
+    names, metrics, explained = run_ranks(2, observe, how)[0]
     assert {"gather", "gathered", "launch", "travel", "collect", "backward"} <= names
     assert ("forward" in names) == (how == "eager")
     assert metrics["lockstep/buckets"] == 3
     assert metrics["lockstep/launched_in_graph"] == (3 if how == "compiled" else 0)
+    assert metrics["lockstep/exposed_ms"] >= metrics["lockstep/gathered_ms"] > 0
+    root, first, last = explained.units
+    assert (root.name, first.name, last.name) == ("GPT", "blocks.0", "blocks.1")
+    assert [unit.reduced_in_graph for unit in explained.units] == [how == "compiled"] * 3
+    assert first.gathers == 2
+    assert first.gathers_in_graph == (2 if how == "compiled" else 0)
+    assert first.backward_gathers_in_graph == (1 if how == "compiled" else 0)
+    assert root.gathers == 1
+    assert explained.exposed_gather_seconds == pytest.approx(metrics["lockstep/gathered_ms"] / 1e3)
+    said = str(explained)
+    assert ("gathered in compiled graphs: 1 forward, 1 backward" in said) == (how == "compiled")
+    assert ("reduced by the hooks" in said) == (how == "eager")
 
 
 def freeze_while_accumulating() -> None:

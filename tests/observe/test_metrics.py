@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.observe.metrics import METRICS, metrics_of
-from lockstep.observe.timeline import StepRecord, Timeline
+from lockstep.observe.timeline import Interval, StepRecord, Timeline
 from lockstep.plan import BucketCaps, Plan
 from lockstep.plan.model import Bucket, ParameterSpec
 
@@ -46,11 +46,22 @@ def test_numbers_of_a_step() -> None:
         "lockstep/launch_ms": pytest.approx(2),
         "lockstep/travel_ms": pytest.approx(12),  # 20 to 32: together, not one after the other
         "lockstep/exposed_ms": pytest.approx(3),
+        "lockstep/gathered_ms": 0,
         "lockstep/overlap": pytest.approx(0.75),
         "lockstep/bytes": 600,
         "lockstep/buckets": 2,
         "lockstep/launched_in_graph": 1,
     }
+
+
+def test_waiting_for_sharded_units_is_exposed_too() -> None:
+    step = make_step()
+    step.intervals.append(Interval("gather", 0, 2 * MS, 3 * MS))
+    step.intervals.append(Interval("gathered", 0, 4 * MS, 6 * MS))
+    found = metrics_of(step, make_plan(100, 50))
+    assert found["lockstep/exposed_ms"] == pytest.approx(5)
+    assert found["lockstep/gathered_ms"] == pytest.approx(2)
+    assert found["lockstep/overlap"] == pytest.approx(0.75)  # of the buckets
 
 
 def test_names_are_the_same_in_every_step_and_values_are_plain_numbers() -> None:

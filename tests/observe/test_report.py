@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.observe.report import lay_in_rows, round_ticks, typical_step, write_report
+from lockstep.observe.report import gathers_under_way, lay_in_rows, round_ticks, typical_step, write_report
 from lockstep.observe.timeline import Interval, Timeline
 
 MS = 1_000_000
@@ -159,6 +159,20 @@ def test_timeline_draws_each_interval_where_it_happened(report: str) -> None:
 def test_overlapping_travels_do_not_cover_each_other(report: str) -> None:
     rows = lay_in_rows([Interval("travel", 0, 0, 10), Interval("travel", 1, 5, 12), Interval("travel", 2, 10, 20)])
     assert [(row, interval.bucket) for row, interval in rows] == [(0, 0), (1, 1), (0, 2)]
+
+
+def test_gathers_are_drawn_and_count_as_exposed(tmp_path: Path) -> None:
+    timeline, start = Timeline(0), 1_000_000 * MS
+    timeline.record("gather", start, start + 1 * MS, 7)
+    timeline.record("gathered", start + 4 * MS, start + 6 * MS, 7)
+    timeline.record("forward", start, start + 10 * MS)
+    timeline.record("collect", start + 10 * MS, start + 11 * MS, 0)
+    timeline.end_step()
+    assert gathers_under_way(timeline.steps[0].intervals) == [Interval("gather", 7, start, start + 6 * MS)]
+    text = write_report(tmp_path / "r.html", losses=[1.0], timelines=[timeline], plan_text="", title="t").read_text()
+    assert "rank 0: gather of unit 7, 6.000 ms" in text
+    assert "rank 0: gathered of unit 7, 2.000 ms" in text
+    assert Page(text).rows[1][5:] == ["3.00 ms", "27.3 %"]
 
 
 def test_typical_step_is_one_that_every_rank_holds() -> None:

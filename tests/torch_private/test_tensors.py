@@ -51,6 +51,13 @@ def test_flatten_dense() -> None:
     assert private.flatten_dense([torch.ones(2, 2), torch.zeros(1)]).tolist() == [1.0] * 4 + [0.0]
 
 
+def test_chunk_cat() -> None:
+    """Two ranks' chunks of a tensor of three rows (padded with zeros) and of one of two, cast on the way."""
+    flat = torch.ones(2, 3, dtype=torch.float64)
+    private.chunk_cat([torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0])], 0, 2, out=flat)
+    assert flat.tolist() == [[1.0, 2.0, 4.0], [3.0, 0.0, 5.0]]
+
+
 def test_unflatten_dense() -> None:
     flat = torch.arange(5.0)
     first, second = private.unflatten_dense(flat, [torch.empty(2, 2), torch.empty(1)])

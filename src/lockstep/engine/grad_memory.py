@@ -134,7 +134,7 @@ class GradMemory:
         if bucket.flat is None:
             if accumulated is None and scale == 1.0 and self._one_call_packs(bucket, slots, dtypes, dtype):
                 bucket.flat = torch_private.flatten_dense(list(gradients))
-                self._mark_taken(bucket, slots)
+                bucket.mark_taken(slots)
                 return
             bucket.flat = self._buffer_for(bucket, dtype, aside=accumulated).view(-1)
         flat = bucket.flat
@@ -162,12 +162,7 @@ class GradMemory:
                     view.add_(value, alpha=scale)
                     slot.held = value
                     slot.parameter.grad = None
-        self._mark_taken(bucket, slots)
-
-    def _mark_taken(self, bucket: LiveBucket, slots: Sequence[Slot]) -> None:
-        bucket.has_taken = True
-        for slot in slots:
-            slot.is_taken = True
+        bucket.mark_taken(slots)
 
     @staticmethod
     def _accumulated(slots: Sequence[Slot]) -> list[Tensor | None] | None:
@@ -209,7 +204,7 @@ class GradMemory:
                 flat.mul_(scale)
         bucket.flat = flat
         if takes:
-            self._take_packed(bucket, flat)
+            self.take_packed(bucket, flat)
         return flat
 
     def _pack_new(self, bucket: LiveBucket, takes: bool) -> Tensor:
@@ -285,7 +280,7 @@ class GradMemory:
             if scale != 1.0:
                 torch_private.foreach_mul(targets, scale)
 
-    def _take_packed(self, bucket: LiveBucket, flat: Tensor) -> None:
+    def take_packed(self, bucket: LiveBucket, flat: Tensor) -> None:
         """Take the gradients that were packed out of ``.grad``.
 
         Where the result will lie in the buffer, the memory they lay in is free at once.
@@ -465,13 +460,7 @@ class GradMemory:
 
     def set_late_aside(self, bucket: LiveBucket) -> list[Tensor | None]:
         """What came after the bucket had left, by slot; ``.grad`` is free for the result then."""
-        late = []
-        for slot in bucket.slots:
-            gradient = slot.parameter.grad
-            late.append(gradient)
-            if gradient is not None:
-                slot.parameter.grad = None
-        return late
+        return bucket.set_late_aside()
 
     def add(self, bucket: LiveBucket) -> None:
         """Add a landed bucket to what has been handed out of it before."""
@@ -512,21 +501,26 @@ class GradMemory:
 
     def accumulate(self, slot: Slot, gradient: Tensor) -> None:
         """Add a gradient to ``.grad`` as autograd would."""
-        if gradient.shape != slot.parameter.shape:
-            raise ValueError(
-                f"The gradient of {slot.name} has shape {tuple(gradient.shape)}, the parameter "
-                f"{tuple(slot.parameter.shape)}."
-            )
-        before = slot.parameter.grad
-        with torch.no_grad():
-            if before is None:
-                slot.parameter.grad = gradient.detach().clone()
-            else:
-                before.add_(gradient)
+        accumulate(slot, gradient)
 
     def set(self, slot: Slot, gradient: Tensor | None) -> None:
         """Let ``.grad`` of a parameter be this tensor."""
         slot.parameter.grad = gradient
+
+
+def accumulate(slot: Slot, gradient: Tensor) -> None:
+    """Add a gradient to ``.grad`` as autograd would."""
+    if gradient.shape != slot.parameter.shape:
+        raise ValueError(
+            f"The gradient of {slot.name} has shape {tuple(gradient.shape)}, the parameter "
+            f"{tuple(slot.parameter.shape)}."
+        )
+    before = slot.parameter.grad
+    with torch.no_grad():
+        if before is None:
+            slot.parameter.grad = gradient.detach().clone()
+        else:
+            before.add_(gradient)
 
 
 def _all_are(gradients: Sequence[Tensor | None], dtype: torch.dtype) -> bool:

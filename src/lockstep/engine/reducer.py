@@ -5,7 +5,7 @@
     hand_out(bucket, ...)         .grad of each parameter
 
 It owns the buckets and three parts: a :class:`Transport` (the group), an :class:`Exchange` (what is done with a bucket)
-and a :class:`GradMemory` (whose memory gradients lie in).  When and in which order buckets leave is decided in
+and a :class:`Memory` (whose memory gradients lie in).  When and in which order buckets leave is decided in
 ``step.py``.
 """
 
@@ -22,7 +22,8 @@ from lockstep import errors, torch_private
 from lockstep.agree.beat import Place
 from lockstep.engine.bucket import LiveBucket, Slot
 from lockstep.engine.exchange import CommHook, Exchange, HookExchange, MeanExchange
-from lockstep.engine.grad_memory import _NOTHING, GradMemory
+from lockstep.engine.grad_memory import _NOTHING
+from lockstep.engine.memory import Memory
 from lockstep.engine.nonfinite import Finiteness
 from lockstep.engine.sparse import pack_sparse
 from lockstep.engine.transport import Transport
@@ -35,7 +36,7 @@ class Reducer:
     """Packs, sends, receives and hands back the gradients of one wrapped model."""
 
     def __init__(
-        self, plan: Plan, slots: Sequence[Slot], transport: Transport, memory: GradMemory, timeline: Timeline
+        self, plan: Plan, slots: Sequence[Slot], transport: Transport, memory: Memory, timeline: Timeline
     ) -> None:
         self.transport = transport
         self.memory = memory
@@ -116,7 +117,7 @@ class Reducer:
                 bucket.gradients = list(gradients)
                 bucket.flat = pack_sparse(bucket.slots[0], gradients[0])
                 if takes and not self.memory.is_shared:
-                    self.memory._take_packed(bucket, bucket.flat)
+                    self.memory.take_packed(bucket, bucket.flat)
             elif not self._is_full(bucket, gradients):
                 self.memory.pack(bucket, gradients, self.scale_of(bucket), takes=takes)
             assert bucket.flat is not None

@@ -20,8 +20,9 @@ METRICS = {
     "backward_ms": "time in the backward, all backwards since the step before",
     "launch_ms": "time spent packing buckets and starting their reduction",
     "travel_ms": "time in which at least one bucket was under way",
-    "exposed_ms": "time this rank stood still in collect, waiting for a bucket",
-    "overlap": "share of travel_ms that was not exposed, from 0 to 1",
+    "exposed_ms": "time this rank stood still, waiting for a bucket or for a sharded unit",
+    "gathered_ms": "the part of it in which it waited for sharded units",
+    "overlap": "share of travel_ms in which this rank did not wait for a bucket, from 0 to 1",
     "bytes": "bytes of gradients handed to the reduction",
     "buckets": "number of buckets that were reduced",
     "launched_in_graph": "how many of them left from inside a compiled backward",
@@ -43,15 +44,16 @@ def metrics_of(step: StepRecord | None, plan: Iterable[_Bucket], num_launched_in
     num_bytes = {bucket.index: bucket.num_bytes for bucket in plan}
     travels = [interval for interval in step.intervals if interval.name == "travel"]
     travel = _covered_seconds(travels)
-    exposed = step.exposed_seconds
+    waited = step.seconds("collect")
     values: dict[str, float] = {
         "step": step.step,
         "forward_ms": 1e3 * step.seconds("forward"),
         "backward_ms": 1e3 * step.seconds("backward"),
         "launch_ms": 1e3 * step.seconds("launch"),
         "travel_ms": 1e3 * travel,
-        "exposed_ms": 1e3 * exposed,
-        "overlap": min(1.0, max(0.0, 1 - exposed / travel)) if travel else 1.0,
+        "exposed_ms": 1e3 * step.exposed_seconds,
+        "gathered_ms": 1e3 * step.seconds("gathered"),
+        "overlap": min(1.0, max(0.0, 1 - waited / travel)) if travel else 1.0,
         # A bucket that is no longer in the plan (the plan was exchanged since) has no size that is known here.
         "bytes": sum(num_bytes.get(interval.bucket, 0) for interval in travels),
         "buckets": len(travels),

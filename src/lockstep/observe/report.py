@@ -14,7 +14,7 @@ from statistics import median
 
 from lockstep.observe.timeline import Interval, StepRecord, Timeline
 
-__all__ = ["lay_in_rows", "round_ticks", "typical_step", "write_report"]
+__all__ = ["gathers_under_way", "lay_in_rows", "round_ticks", "typical_step", "write_report"]
 
 WIDTH = 1080
 LEFT, RIGHT = 86, 16  # room for axis labels, in SVG units
@@ -28,7 +28,7 @@ MEANING = {
     "travel": "travel: a bucket's reduction is under way",
     "collect": "collect: wait for a bucket (exposed communication)",
     "compare": "compare: the exchange that ends the step, and the wait for the last rank",
-    "gather": "gather: start gathering a sharded unit",
+    "gather": "gather: a sharded unit is on its way (until it is there and in place)",
     "gathered": "gathered: wait for a unit (exposed communication)",
 }
 
@@ -93,8 +93,8 @@ def write_report(
         _timeline_section(timelines),
         _section(
             "Exposed communication",
-            "Medians over the recorded steps. Exposed is the time a rank stood still for a bucket, be it for"
-            " the link or for a slower rank. Travel lasts from a bucket's launch until its collective"
+            "Medians over the recorded steps. Exposed is the time a rank stood still for a bucket or a sharded unit, be"
+            " it for the link or for a slower rank. Travel lasts from a bucket's launch until its collective"
             " ended (until it was collected, where the end is not known); what of it is not exposed ran beside the"
             " backward pass.",
             _exposed_table(timelines),
@@ -144,6 +144,23 @@ def typical_step(timelines: Sequence[Timeline]) -> list[StepRecord]:
 
 def _median_ms(timeline: Timeline, name: str) -> float:
     return median([step.seconds(name) for step in timeline.steps] or [0.0]) * 1e3
+
+
+def _median_exposed_ms(timeline: Timeline) -> float:
+    return median([step.exposed_seconds for step in timeline.steps] or [0.0]) * 1e3
+
+
+def gathers_under_way(intervals: Sequence[Interval]) -> list[Interval]:
+    """Each gather of a unit from its start until the unit was there."""
+    found: list[Interval] = []
+    started: dict[int, int] = {}
+    for interval in sorted(intervals, key=lambda i: i.start_ns):
+        if interval.name == "gather":
+            started.setdefault(interval.bucket, interval.start_ns)
+        elif interval.name == "gathered":
+            begun = started.pop(interval.bucket, interval.start_ns)
+            found.append(Interval("gather", interval.bucket, begun, interval.end_ns))
+    return found
 
 
 def _median_length_ms(timeline: Timeline) -> float:
@@ -268,7 +285,8 @@ def _timeline_section(timelines: Sequence[Timeline]) -> str:
     grid.append(_text(LEFT - 12, 14, "ms", "end"))
     text = (
         f"Step {steps[0].step}, the one of median length among those recorded. Times are on each host's "
-        "clock. Numbers are buckets; hold the pointer over a bar for its length."
+        "clock. Numbers are buckets, or sharded units where they are gathered; hold the pointer over a bar for its "
+        "length."
     )
     drawing = _svg(y + 6, "Timeline of one step, one pair of lanes per rank", [*grid, *parts])
     return _section("One step on every rank", text, f'<div class="legend">{legend}</div>\n{drawing}')
@@ -277,7 +295,7 @@ def _timeline_section(timelines: Sequence[Timeline]) -> str:
 def _rank_lanes(rank: int, step: StepRecord, start: int, end: int, y: float) -> tuple[list[str], float]:
     """The compute lane and the communication lane of one rank, and where the next rank begins."""
     compute_height, row_height, gap = 30.0, 16.0, 4.0
-    travels = lay_in_rows([i for i in step.intervals if i.name == "travel"])
+    travels = lay_in_rows([*(i for i in step.intervals if i.name == "travel"), *gathers_under_way(step.intervals)])
     num_rows = max((row for row, _ in travels), default=0) + 1
     # Many buckets in flight at once would make the drawing endless: their rows get thinner instead.
     row_height = row_height if num_rows <= 8 else max(3.0, 8 * row_height / num_rows)
@@ -287,7 +305,8 @@ def _rank_lanes(rank: int, step: StepRecord, start: int, end: int, y: float) -> 
     def bar(interval: Interval, bar_y: float, height: float, label: str) -> str:
         x = _x((interval.start_ns - start) / (end - start))
         width = max(0.8, _x((interval.end_ns - start) / (end - start)) - x)
-        bucket = f" of bucket {interval.bucket}" if interval.bucket >= 0 else ""
+        kind = "unit" if interval.name in ("gather", "gathered") else "bucket"
+        bucket = f" of {kind} {interval.bucket}" if interval.bucket >= 0 else ""
         length = f"{(interval.end_ns - interval.start_ns) / 1e6:.3f} ms"
         inside = ""
         if label and width > 7 * len(label) + 6 and height >= 12:
@@ -308,8 +327,8 @@ def _rank_lanes(rank: int, step: StepRecord, start: int, end: int, y: float) -> 
     for name in ("forward", "backward"):
         parts += [bar(i, y, compute_height, name) for i in step.intervals if i.name == name]
     parts += [bar(i, y + compute_height - 10, 10, "") for i in step.intervals if i.name == "launch"]
-    parts += [bar(i, y, compute_height, "compare") for i in step.intervals if i.name == "compare"]
-    parts += [bar(i, y, compute_height, "collect") for i in step.intervals if i.name == "collect"]
+    covering = ("compare", "collect", "gathered")
+    parts += [bar(i, y, compute_height, i.name) for name in covering for i in step.intervals if i.name == name]
     parts += [bar(i, link_y + row * row_height + 1, row_height - 2, str(i.bucket)) for row, i in travels]
     return parts, link_y + link_height + 18
 
@@ -323,7 +342,7 @@ def _tiles(losses: Sequence[float], timelines: Sequence[Timeline]) -> str:
         tiles.append(("last loss", f"{losses[-1]:.3f}"))
     if any(timeline.steps for timeline in timelines):
         slowest = max(_median_length_ms(timeline) for timeline in timelines)
-        exposed = max(_median_ms(timeline, "collect") for timeline in timelines)
+        exposed = max(_median_exposed_ms(timeline) for timeline in timelines)
         tiles.append(("forward and backward, median of the slowest rank", f"{slowest:.1f} ms"))
         tiles.append(("exposed communication, worst rank", f"{exposed:.2f} ms"))
     cells = "".join(f'<div class="tile"><b>{value}</b><span>{escape(name)}</span></div>' for name, value in tiles)
@@ -334,7 +353,7 @@ def _exposed_table(timelines: Sequence[Timeline]) -> str:
     heads = ("rank", "step", "forward", "backward", "travel, summed", "exposed", "exposed share of the step")
     rows = []
     for timeline in timelines:
-        step_ms, exposed_ms = _median_length_ms(timeline), _median_ms(timeline, "collect")
+        step_ms, exposed_ms = _median_length_ms(timeline), _median_exposed_ms(timeline)
         cells = [f"{timeline.rank}", f"{step_ms:.2f} ms"]
         cells += [f"{_median_ms(timeline, name):.2f} ms" for name in ("forward", "backward", "travel")]
         cells += [f"{exposed_ms:.2f} ms", f"{100 * exposed_ms / step_ms if step_ms else 0:.1f} %"]

@@ -1,8 +1,8 @@
 """What happened in the last steps on this rank, as named intervals on one clock.
 
 The reducer records an interval per moment of a bucket's life (``launch``, ``travel``, ``collect``) and per phase
-of the step (``forward``, ``backward``, ``compare``: the exchange that ends it).  Recording is a tuple append, so it
-stays on; a ring keeps the last steps.
+of the step (``forward``, ``backward``, ``compare``: the exchange that ends it); a sharded model records ``gather`` and
+``gathered`` for its units.  Recording is a tuple append, so it stays on; a ring keeps the last steps.
 The clock is ``time.time_ns`` so that ranks of one host share it without an exchange.
 """
 
@@ -45,7 +45,7 @@ class StepRecord:
     @property
     def exposed_seconds(self) -> float:
         """Exposed communication: how long this rank stood still waiting for the link."""
-        return self.seconds("collect")
+        return self.seconds("collect") + self.seconds("gathered")
 
 
 class Timeline:

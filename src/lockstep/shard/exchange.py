@@ -39,6 +39,31 @@ class Load:
         # Reduced over the shards and not over the replicas yet, see set_requires_all_reduce.
         self.partial: Tensor | None = None
         self.is_kept = False  # in this window, since its unit does not synchronise
+        self.packs_at_once = layout.packs_at_once and all(p.whole_spec is None for p in parameters)
+        self._gaps: dict[torch.dtype, list[Tensor]] = {}
+
+    def pack(self, gradients: Sequence[Tensor], flat: Tensor) -> bool:
+        """Copy all whole gradients into a buffer of all ranks' shards by one kernel, if that is possible."""
+        if not self.packs_at_once or len(gradients) != len(self.parameters):
+            return False
+        kinds = {(type(gradient), gradient.dtype) for gradient in gradients}
+        dtype = gradients[0].dtype
+        if kinds != {(Tensor, dtype)}:
+            return False
+        parts = list(gradients)
+        if any(self.layout.gaps):
+            if dtype not in self._gaps:
+                world = self.layout.world
+                self._gaps[dtype] = [
+                    torch.zeros(world, gap, dtype=dtype, device=flat.device) for gap in self.layout.gaps
+                ]
+            parts = [
+                part
+                for gradient, gap in zip(gradients, self._gaps[dtype], strict=True)
+                for part in ((gradient, gap) if gap.numel() else (gradient,))
+            ]
+        torch_private.chunk_cat(parts, 0, self.layout.world, out=flat.view(self.layout.world, -1))
+        return True
 
     @property
     def mean_over(self) -> int:
@@ -47,7 +72,7 @@ class Load:
     def averages(self, like: Tensor) -> bool:
         """Whether the backends make the mean themselves."""
         unit = self.unit
-        if unit.divisor is not None or unit.only_sums or unit.scatter_comm is not None:
+        if unit.divisor is not None or unit.only_sums or unit.scatter_comm is not None or self._num_active is not None:
             return False
         ways = [unit.links.scatter] if unit.mesh.world > 1 else []
         ways += [unit.links.replicas] if unit.links.replicas is not None else []
@@ -57,7 +82,14 @@ class Load:
         """What gradients are multiplied with before they leave."""
         if self.averages(like):
             return 1.0
-        return 1.0 / (self.mean_over if self.unit.divisor is None else self.unit.divisor)
+        if self.unit.divisor is not None:
+            return 1.0 / self.unit.divisor
+        return 1.0 / (self._num_active or self.mean_over)
+
+    @property
+    def _num_active(self) -> int | None:
+        """How many ranks have data, where the mean is to be over those (uneven.py)."""
+        return None if self.unit.root is None else self.unit.root.attendance.num_active
 
 
 class ScatterExchange:
@@ -112,7 +144,7 @@ class ScatterFlight:
         unit, layout = load.unit, load.layout
         self._mean = load.averages(flat)
         self._first: Any = None
-        if unit.mesh.world == 1:
+        if unit.mesh.is_alone:
             self.shard = flat
         else:
             self.shard = self._new_shard(flat, layout)

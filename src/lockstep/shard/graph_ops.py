@@ -1,15 +1,19 @@
 """The operators that compiled graphs call for a unit: they do what ``moments.py`` does where nothing is compiled.
 
-    gather(home, key, ...) -> buffer             start gathering the shards of all ranks
-    gathered(buffer, anchor, ...) -> parameters  wait, and make whole parameters of them
-    whole(home, anchor, ...) -> parameters       both, in a world of one
-    scatter(gradients, anchor) -> nothing much   the backward of the last two: the unit's gradients are there
+    gather(home, key, ...) -> buffer                start gathering the shards of all ranks
+    gathered(buffer, key, ...) -> flat              wait, and lay whole parameters one behind the other
+    whole(home, key, ...) -> flat                   both, in a world of one
+    parameters(flat, anchor, ...) -> parameters     its parts, in their shapes
+    scatter(gradients, anchor) -> nothing much      the backward of the last one: the unit's gradients are there
 
-They are opaque to the compiler, and what they do is decided when they run: whether this pass synchronises, what the
-communication hook does, which process group it is.  So none of that needs another graph.
+All but ``parameters`` are opaque to the compiler, and what they do is decided when they run: whether this pass
+synchronises, what the communication hook does, which process group it is.  So none of that needs another graph.
 
-[Note: anchor]  Gradients do not go through autograd.  The whole parameters come from an operator of which autograd
-follows only the anchor, a tensor of one element that each store has; its gradient is of no interest, but makes
+[Note: views in the graph]  ``parameters`` is there for autograd only, which must not add up a whole unit for every
+parameter.  Below autograd it is plain views of one tensor, which cost nothing when the graph runs.
+
+[Note: anchor]  Gradients do not go through autograd.  The parameters come from an operator of which autograd follows
+only the anchor, a tensor of one element that each store has; its gradient is of no interest, but makes
 autograd run ``scatter`` when the gradients of all parameters of the unit are there, and only in a backward that ends
 in ``.grad``. The anchor also says which unit it is: one graph may serve all blocks of a model.
 """
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -29,8 +34,11 @@ from lockstep.engine.flight import Flight
 from lockstep.engine.states import Kind
 from lockstep.observe.timeline import now
 from lockstep.shard.ahead import Started
-from lockstep.shard.root import Root, Team, refuse_compiled_autograd, root_of
-from lockstep.shard.store import FlatStore, spread, start_gather
+from lockstep.shard.layout import aligned
+from lockstep.shard.own_gather import OwnStore
+from lockstep.shard.root import Root, refuse_compiled_autograd, root_of
+from lockstep.shard.store import FlatStore, spread_flat, start_gather
+from lockstep.shard.team import Team
 from lockstep.shard.unit import Unit
 
 # A CUDA graph must not record what is decided anew in each step.
@@ -40,10 +48,11 @@ _library = torch.library.Library("lockstep", "FRAGMENT")
 _library.define(
     "gather(Tensor home, Tensor key, int num_elements, ScalarType dtype, bool trains) -> Tensor", tags=_TAGS
 )
-_library.define("gathered(Tensor buffer, Tensor anchor, int[] sizes, int[] ndims) -> Tensor[]", tags=_TAGS)
+_library.define("gathered(Tensor buffer, Tensor key, int full_elements) -> Tensor", tags=_TAGS)
 _library.define(
-    "whole(Tensor home, Tensor anchor, int[] sizes, int[] ndims, ScalarType dtype, bool trains) -> Tensor[]", tags=_TAGS
+    "whole(Tensor home, Tensor key, int full_elements, ScalarType dtype, bool trains) -> Tensor", tags=_TAGS
 )
+_library.define("parameters(Tensor flat, Tensor anchor, int[] sizes, int[] ndims) -> Tensor[]", tags=_TAGS)
 _library.define("scatter(Tensor?[] grads, Tensor anchor) -> Tensor", tags=_TAGS)
 
 _stores: dict[int, tuple[weakref.ref[Unit], weakref.ref[FlatStore]]] = {}  # by the address of the anchor
@@ -55,6 +64,8 @@ def make_known(unit: Unit) -> None:
     for address in [address for address, (_, store) in _stores.items() if store() is None]:
         del _stores[address]
     for store in unit.stores:
+        if isinstance(store, OwnStore):
+            continue  # such a unit is in no graph
         _stores[store.anchor.data_ptr()] = (weakref.ref(unit), weakref.ref(store))
 
 
@@ -74,6 +85,8 @@ def _find(anchor: Tensor) -> tuple[Unit, FlatStore]:
 def _gather(home: Tensor, key: Tensor, num_elements: int, dtype: torch.dtype, trains: bool) -> Tensor:
     unit, store = _find(key)
     _note_forward(unit, store, trains)
+    if store is unit.stores[0]:
+        unit.gathers.note_in_graph()
     root = root_of(unit)
     order = root.orders[torch_private.in_backward()]
     root.orders[not torch_private.in_backward()].end()
@@ -95,29 +108,26 @@ def _start(store: FlatStore) -> Started:
 
 @torch.library.impl(_library, "gathered", "CompositeExplicitAutograd")
 @torch_private.leave_to_python
-def _gathered(buffer: Tensor, anchor: Tensor, sizes: list[int], ndims: list[int]) -> list[Tensor]:
-    unit, store = _find(anchor)
+def _gathered(buffer: Tensor, key: Tensor, full_elements: int) -> Tensor:
+    unit, store = _find(key)
     flight = _flights.pop(buffer.data_ptr(), None)
     if flight is not None:
         begun = now()
         flight.land(unit.links.gather.watch, unit.moment)
         root_of(unit).timeline.record("gathered", begun, now(), unit.index)
-    whole = [buffer.new_empty(cut.spec.shape) for cut in store.layout.cuts]
-    spread(store.layout, buffer, whole)
-    return whole
+    flat = buffer.new_empty(full_elements)
+    spread_flat(store.layout, buffer, flat)
+    return flat
 
 
 @torch.library.impl(_library, "whole", "CompositeExplicitAutograd")
 @torch_private.leave_to_python
-def _whole(
-    home: Tensor, anchor: Tensor, sizes: list[int], ndims: list[int], dtype: torch.dtype, trains: bool
-) -> list[Tensor]:
-    unit, store = _find(anchor)
+def _whole(home: Tensor, key: Tensor, full_elements: int, dtype: torch.dtype, trains: bool) -> Tensor:
+    unit, store = _find(key)
     _note_forward(unit, store, trains)
-    mine = store.shard()
-    whole = [torch.empty(cut.spec.shape, dtype=dtype, device=store.device) for cut in store.layout.cuts]
-    spread(store.layout, mine.to(device=store.device, dtype=dtype), whole)
-    return whole
+    if store is unit.stores[0]:
+        unit.gathers.note_in_graph()
+    return store.shard().to(device=store.device, dtype=dtype, copy=True)  # the graph may write to what it is given
 
 
 def _note_forward(unit: Unit, store: FlatStore, trains: bool) -> None:
@@ -143,49 +153,63 @@ def _compare_with_graph(store: FlatStore) -> None:
         )
 
 
-def shapes_in(sizes: Sequence[int], ndims: Sequence[int]) -> list[list[int]]:
-    """The shapes that were written one behind the other."""
-    shapes, start = [], 0
-    for ndim in ndims:
-        shapes.append(list(sizes[start : start + ndim]))
-        start += ndim
-    return shapes
-
-
 @torch.library.register_fake("lockstep::gather", lib=_library)
 def _fake_gather(home: Tensor, key: Tensor, num_elements: int, dtype: torch.dtype, trains: bool) -> Tensor:
     return torch.empty(num_elements, dtype=dtype, device=key.device)
 
 
 @torch.library.register_fake("lockstep::gathered", lib=_library)
-def _fake_gathered(buffer: Tensor, anchor: Tensor, sizes: list[int], ndims: list[int]) -> list[Tensor]:
-    return [buffer.new_empty(shape) for shape in shapes_in(sizes, ndims)]
+def _fake_gathered(buffer: Tensor, key: Tensor, full_elements: int) -> Tensor:
+    return buffer.new_empty(full_elements)
 
 
 @torch.library.register_fake("lockstep::whole", lib=_library)
-def _fake_whole(
-    home: Tensor, anchor: Tensor, sizes: list[int], ndims: list[int], dtype: torch.dtype, trains: bool
-) -> list[Tensor]:
-    return [torch.empty(shape, dtype=dtype, device=anchor.device) for shape in shapes_in(sizes, ndims)]
+def _fake_whole(home: Tensor, key: Tensor, full_elements: int, dtype: torch.dtype, trains: bool) -> Tensor:
+    return torch.empty(full_elements, dtype=dtype, device=key.device)
 
 
-# ---------------------------------------------------------------- backward
+# ---------------------------------------------------------------- parameters, and the backward
 
 
-def _remember_anchor(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(inputs[1])
-    ctx.num_inputs = len(inputs)
+def views_of(flat: Tensor, sizes: Sequence[int], ndims: Sequence[int]) -> list[Tensor]:
+    """The parameters in a flat buffer, whose shapes are written one behind the other."""
+    views, start, offset = [], 0, 0
+    for ndim in ndims:
+        shape = list(sizes[start : start + ndim])
+        num_elements = prod(shape)
+        views.append(flat.narrow(0, offset, num_elements).view(shape))
+        start += ndim
+        offset += aligned(num_elements)
+    return views
 
 
-def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    (anchor,) = ctx.saved_tensors
-    result = torch.ops.lockstep.scatter(list(gradients), anchor)
-    return (None, result, *[None] * (ctx.num_inputs - 2))
+class _Parameters(torch.autograd.Function):
+    """See [Note: views in the graph] and [Note: anchor]."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, anchor: Tensor, sizes: list[int], ndims: list[int]) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(anchor)
+        return tuple(views_of(flat, sizes, ndims))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        (anchor,) = ctx.saved_tensors
+        # As they are packed; where that is a copy, it becomes part of the kernel that computes them.
+        dense = [None if g is None else g.contiguous() for g in gradients]
+        return None, torch.ops.lockstep.scatter(dense, anchor), None, None
 
 
-torch.library.register_autograd("lockstep::gathered", _backward, setup_context=_remember_anchor, lib=_library)
-torch.library.register_autograd("lockstep::whole", _backward, setup_context=_remember_anchor, lib=_library)
+@torch.library.impl(_library, "parameters", "Autograd")
+def _parameters(flat: Tensor, anchor: Tensor, sizes: list[int], ndims: list[int]) -> list[Tensor]:
+    if torch.is_grad_enabled() and anchor.requires_grad:
+        return list(_Parameters.apply(flat, anchor, sizes, ndims))
+    return views_of(flat, sizes, ndims)
+
+
+@torch.library.impl(_library, "parameters", "CompositeExplicitAutograd")
+def _parameters_without_autograd(flat: Tensor, anchor: Tensor, sizes: list[int], ndims: list[int]) -> list[Tensor]:
+    return [view.clone() for view in views_of(flat, sizes, ndims)]  # an operator must not return views
 
 
 @torch.library.register_fake("lockstep::scatter", lib=_library)
@@ -201,6 +225,8 @@ def _scatter(grads: list[Tensor | None], anchor: Tensor) -> Tensor:
     root = root_of(unit)
     accumulator = store.accumulator()
     if accumulator is not None and torch_private.engine_will_run(accumulator):  # not torch.autograd.grad
+        if root.attendance.is_idle:  # see uneven.py, [Note: zeros]
+            grads = [None if gradient is None else torch.zeros_like(gradient) for gradient in grads]
         _deliver(root, unit, store, grads)
     return torch.zeros_like(anchor)
 

@@ -23,6 +23,7 @@ from math import prod
 ALIGNMENT = 16
 
 Strided = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, stride, offset
+Row = tuple[tuple[int, int], tuple[int, int], int | None]
 
 
 @dataclass(frozen=True)
@@ -160,13 +161,32 @@ class FlatLayout:
         return len(self.cuts) == 1 and cut.spec.dim == 0 and cut.num_elements == self.shard_elements
 
     @cached_property
-    def splits(self) -> tuple[int, ...] | None:
-        """A rank's shard as sizes of chunks, each followed by its padding; None where one kernel cannot split it."""
+    def splits(self) -> list[int] | None:
+        """A rank's shard as sizes of chunks, and of gaps where there are any; None where one kernel cannot split it."""
         if any(cut.spec.dim or cut.spec.shape[0] % self.world or not cut.num_elements for cut in self.cuts):
             return None
-        return tuple(
-            size for cut in self.cuts for size in (cut.num_elements, aligned(cut.num_elements) - cut.num_elements)
-        )
+        return [row[0][1] for row in self.rows]
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """Where ``splits`` lie in the buffer of whole parameters: one row for each rank; gaps lie nowhere."""
+        found: list[Row] = []
+        for cut in self.cuts:
+            size = cut.num_elements
+            found.append(((self.world, size), (size, 1), cut.full_offset))
+            if gap := aligned(size) - size:
+                found.append(((self.world, gap), (gap, 1), None))
+        return tuple(found)
+
+    @cached_property
+    def gaps(self) -> tuple[int, ...]:
+        """How many elements lie behind each parameter's chunk that belong to none."""
+        return tuple(aligned(cut.num_elements) - cut.num_elements for cut in self.cuts)
+
+    @cached_property
+    def packs_at_once(self) -> bool:
+        """Whether one kernel can pack whole gradients into a buffer of all ranks' shards."""
+        return all(cut.spec.dim == 0 and cut.num_elements for cut in self.cuts)
 
     @cached_property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:

@@ -8,7 +8,7 @@ model.
 [Note: kept in the reduction's dtype]  Gradients that wait for a later pass are added up in the dtype in which they
 will be reduced: in their buffer, if that is another dtype than autograd's.
 
-The engine calls this where it would call its own ``GradMemory``; what each method is for is said there.
+What the engine needs of it is said in ``engine/memory.py``, and what each method is for in ``engine/grad_memory.py``.
 """
 
 from __future__ import annotations
@@ -20,21 +20,33 @@ from torch import Tensor
 
 from lockstep import torch_private
 from lockstep.engine.bucket import LiveBucket, Slot
-from lockstep.engine.grad_memory import GradMemory, GradOwnership
+from lockstep.engine.grad_memory import _NOTHING, GradOwnership, accumulate
 from lockstep.shard.exchange import Load
-from lockstep.shard.layout import Cut, Piece
+from lockstep.shard.layout import Cut, Piece, Strided
 from lockstep.shard.parameter import ShardedParameter
 from lockstep.shard.store import spread
 
 
-class ShardMemory(GradMemory):
+def _plain(gradient: Tensor) -> Tensor:
+    """A gradient as plain numbers: parameters of a class of their own may have gradients of it."""
+    if type(gradient) is Tensor:
+        return gradient
+    plain = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+    plain.copy_(gradient)  # what that returns is for the class to say
+    return plain
+
+
+class ShardMemory:
     """Moves gradients from whole parameters into flat buffers, and from those to the shards."""
 
     def __init__(self) -> None:
-        super().__init__(GradOwnership.ALIAS)
+        self.ownership = GradOwnership.ALIAS
+        self.reduce_dtype: torch.dtype | None = None  # each unit has its own
+        self.is_shared = False  # a whole parameter belongs to one unit
         self.loads: list[Load] = []
         self.divides = True  # unless a communication hook does
         self._places: dict[Slot, tuple[ShardedParameter, Cut, tuple[Piece, ...]]] = {}
+        self._homes: dict[Slot, tuple[ShardedParameter, Strided]] = {}  # this rank's part of each, in what comes back
 
     def use(self, loads: Sequence[Load], slots: Mapping[str, Slot]) -> None:
         """Go by another plan."""
@@ -43,6 +55,10 @@ class ShardMemory(GradMemory):
             slots[cut.name]: (parameter, cut, pieces)
             for load in loads
             for parameter, cut, pieces in zip(load.parameters, load.layout.cuts, load.layout.pieces, strict=True)
+        }
+
+        self._homes = {
+            slot: (parameter, cut.shard(parameter.mesh.rank)) for slot, (parameter, cut, _) in self._places.items()
         }
 
     def travel_dtype(self, bucket: LiveBucket) -> torch.dtype:
@@ -56,9 +72,8 @@ class ShardMemory(GradMemory):
         """Nothing: whole gradients leave soon, with their unit."""
 
     def put(self, slot: Slot, gradient: Tensor, scale: float) -> None:
-        flat = self._buffer_of(slot.bucket)
-        self._move([slot], [gradient], flat)
-        self._mark_taken(slot.bucket, [slot])
+        self._move(slot.bucket, [slot], [gradient])
+        slot.bucket.mark_taken([slot])
 
     def fold(self, slot: Slot, scale: float) -> None:
         late = slot.parameter.grad
@@ -67,23 +82,23 @@ class ShardMemory(GradMemory):
             slot.parameter.grad = None
 
     def absorb(self, bucket: LiveBucket, slots: Sequence[Slot], gradients: Sequence[Tensor], scale: float) -> None:
-        flat = self._buffer_of(bucket)
-        self._move(slots, gradients, flat)
-        self._mark_taken(bucket, slots)
+        self._move(bucket, slots, gradients)
+        bucket.mark_taken(slots)
         for slot in slots:
-            self.fold(slot, scale)
+            if slot.parameter.grad is not None:
+                self.fold(slot, scale)
 
     def pack(self, bucket: LiveBucket, gradients: Sequence[Tensor | None], scale: float, *, takes: bool) -> Tensor:
-        flat = self._buffer_of(bucket)
         coming = [(slot, g) for slot, g in zip(bucket.slots, gradients, strict=True) if g is not None]
-        self._move([slot for slot, _ in coming], [g for _, g in coming], flat)
+        self._move(bucket, [slot for slot, _ in coming], [g for _, g in coming])
+        flat = self._buffer_of(bucket)
         for slot, gradient in zip(bucket.slots, gradients, strict=True):
             if gradient is None and not slot.is_taken:
                 for piece in self._places[slot][2]:
                     torch_private.alias(flat, *piece.ranked).zero_()
             elif takes:
                 slot.parameter.grad = None
-        self._mark_taken(bucket, bucket.slots)
+        bucket.mark_taken(bucket.slots)
         return flat
 
     def _buffer_of(self, bucket: LiveBucket) -> Tensor:
@@ -98,16 +113,17 @@ class ShardMemory(GradMemory):
         load = self.loads[bucket.index]
         return torch.zeros(load.layout.num_elements, dtype=self.travel_dtype(bucket), device=load.unit.device)
 
-    def _move(self, slots: Sequence[Slot], gradients: Sequence[Tensor], flat: Tensor) -> None:
+    def _move(self, bucket: LiveBucket, slots: Sequence[Slot], gradients: Sequence[Tensor]) -> None:
         """Add gradients of one bucket to its buffer, or copy them where it is still empty."""
-        if not slots:
+        if not slots or self._pack_at_once(bucket, gradients):
             return
+        flat = self._buffer_of(bucket)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        scale = self.loads[slots[0].bucket.index].scale(flat) if self.divides else 1.0
+        scale = self._scale(bucket, flat)
         with torch.no_grad():
             for slot, gradient in zip(slots, gradients, strict=True):
-                local = self._places[slot][0].local_gradient(gradient).detach()
+                local = _plain(self._places[slot][0].local_gradient(gradient).detach())
                 if not local.is_contiguous():
                     local = local.contiguous()
                 for piece in self._places[slot][2]:
@@ -125,6 +141,34 @@ class ShardMemory(GradMemory):
             if targets:
                 torch_private.foreach_copy(targets, sources)
 
+    def _pack_at_once(self, bucket: LiveBucket, gradients: Sequence[Tensor]) -> bool:
+        """Fill an empty buffer with the gradients of all its parameters, by one kernel; returns whether it could."""
+        load = self.loads[bucket.index]
+        if bucket.flat is not None or len(gradients) != len(bucket.slots) or not load.packs_at_once:
+            return False
+        flat = torch.empty(load.layout.num_elements, dtype=self.travel_dtype(bucket), device=load.unit.device)
+        with torch.no_grad():
+            if not load.pack(gradients, flat):
+                return False
+            scale = self._scale(bucket, flat)
+            if scale != 1.0:
+                flat.mul_(scale)
+        bucket.flat = flat
+        return True
+
+    def _scale(self, bucket: LiveBucket, flat: Tensor) -> float:
+        return self.loads[bucket.index].scale(flat) if self.divides else 1.0
+
+    def can_fold(self, slots: Sequence[Slot]) -> bool:
+        """Whole gradients are plain numbers, or are made so."""
+        return True
+
+    def take_packed(self, bucket: LiveBucket, flat: Tensor) -> None:
+        """For sparse gradients, which no sharded parameter has."""
+
+    def serve_hook(self, device: torch.device) -> None:
+        """A hook is given a buffer of its own (exchange.py)."""
+
     def keep(self, bucket: LiveBucket) -> None:
         """After a pass that does not synchronise: see [Note: kept in the reduction's dtype]."""
         if bucket.travel_dtype() is self.travel_dtype(bucket):
@@ -140,7 +184,7 @@ class ShardMemory(GradMemory):
         is_used: Callable[[Slot], bool] | None = None,
         *,
         in_place: bool = False,
-        into: Mapping[Slot, Tensor] | None = None,
+        into: Mapping[Slot, Tensor] = _NOTHING,
     ) -> None:
         flat, load = bucket.flat, self.loads[bucket.index]
         if flat is None:
@@ -157,22 +201,31 @@ class ShardMemory(GradMemory):
         bucket.forget_buffer()
 
     def _give(self, slot: Slot, load: Load, flat: Tensor) -> None:
-        parameter, cut, _ = self._places[slot]
-        value = torch_private.alias(flat, *cut.shard(load.unit.mesh.rank))
+        parameter, place = self._homes[slot]
         sharded = parameter.sharded
         local = parameter.local
-        if value.dtype is not local.dtype or value.device != local.device:
+        value = torch_private.alias(flat, *place)
+        if flat.dtype is not local.dtype or flat.device != local.device:
             value = value.to(device=local.device, dtype=local.dtype)
-        if sharded.grad is None:
+        before = sharded.grad
+        if before is None:
             sharded.grad = torch_private.dtensor_around(value, torch_private.spec_of(sharded))
         else:
-            torch_private.local_of(sharded.grad).add_(value)
-        for hook in (torch_private.hooks_after(sharded) or {}).values():
-            hook(sharded)
+            torch_private.local_of(before).add_(value)
+        hooks = torch_private.hooks_after(sharded)
+        if hooks:
+            for hook in hooks.values():
+                hook(sharded)
 
     def add(self, bucket: LiveBucket) -> None:
         """Add what came late: the shards' gradients are added to anyway."""
         self.hand_out(bucket)
+
+    def set_late_aside(self, bucket: LiveBucket) -> list[Tensor | None]:
+        return bucket.set_late_aside()
+
+    def accumulate(self, slot: Slot, gradient: Tensor) -> None:
+        accumulate(slot, gradient)
 
     def set(self, slot: Slot, gradient: Tensor | None) -> None:
         slot.parameter.grad = gradient

@@ -3,7 +3,8 @@
 [Note: two groups for one set of ranks]  Gradients are scattered on a process group of their own.  Collectives of one
 group are paired by the order in which ranks issue them; when the backward gathers a unit and when it scatters another
 depends on what a rank's backward reached first (a parameter may be unused there).  On two groups, each has its own
-order, and both are the same on every rank.
+order, and both are the same on every rank.  A communication hook of the program's chooses its group itself, mostly the
+one that gathers are on; so with a hook, gathers move to a group that nobody else has.
 """
 
 from __future__ import annotations
@@ -39,9 +40,22 @@ class ShardMesh:
         return self.mesh.get_group(self.replicate_axis if self.shard_axis is None else self.shard_axis)
 
     @cached_property
+    def shard_mesh(self) -> DeviceMesh:
+        """The mesh of the ranks that have one shard each."""
+        names = self.mesh.mesh_dim_names
+        if self.mesh.ndim == 1 or self.shard_axis is None or names is None:
+            return self.mesh
+        return self.mesh[names[self.shard_axis]]
+
+    @cached_property
     def world(self) -> int:
         """How many shards there are."""
         return 1 if self.shard_axis is None else self.mesh.size(self.shard_axis)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody to gather from: copies do then (a benchmark sees to it that they do not)."""
+        return self.world == 1
 
     @cached_property
     def rank(self) -> int:
@@ -115,18 +129,24 @@ def _names(names: Any) -> tuple[str, ...]:
 
 # Made once for each set of ranks; they go with the group that they stand beside.
 _scatter_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_gather_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _whole_groups: dict[tuple[int, ...], Any] = {}
 
 
 def scatter_group(mesh: ShardMesh) -> Any:
     """The group on which gradients of this mesh are scattered; made at a place that all of its ranks pass."""
+    return _group_beside(mesh, _scatter_groups)
+
+
+def _group_beside(mesh: ShardMesh, known: weakref.WeakKeyDictionary[Any, Any]) -> Any:
+    """Another group of the ranks that have one shard each."""
     shard_group = mesh.shard_group
-    group = _scatter_groups.get(shard_group)
+    group = known.get(shard_group)
     if group is None:
         ranks = dist.get_process_group_ranks(shard_group)
         is_alone = mesh.world == 1
         group = shard_group if is_alone else dist.new_group(ranks, use_local_synchronization=True)
-        _scatter_groups[shard_group] = group
+        known[shard_group] = group
     return group
 
 
@@ -164,6 +184,10 @@ class Links:
             group = dist.new_group(ranks[first : first + num], use_local_synchronization=True)
             self._keepers = Transport(group, self._watch)
         return self._keepers
+
+    def gather_apart(self) -> None:
+        """Gather on a group that nobody else has; called at a place that all ranks pass."""
+        self.gather = Transport(_group_beside(self.mesh, _gather_groups), self._watch)
 
     def use_own_scatter_group(self, is_own: bool) -> None:
         """See [Note: two groups for one set of ranks]."""

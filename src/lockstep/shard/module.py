@@ -6,7 +6,7 @@ and frees; where a compiler traces the call, the same is put into its graph (``t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, get_args
 
@@ -19,11 +19,13 @@ from lockstep.engine.nonfinite import Policy
 from lockstep.engine.recovery import MADE_EQUAL
 from lockstep.observe.metrics import metrics_of
 from lockstep.observe.timeline import Timeline
+from lockstep.shard.explain import ShardExplanation, explain_root
 from lockstep.shard.graph_ops import make_known
 from lockstep.shard.layout import ShardPlan
 from lockstep.shard.moments import after_forward, before_forward
 from lockstep.shard.root import Root, plan_of, root_of, units_in
 from lockstep.shard.traced import traced_call
+from lockstep.shard.uneven import Batch, join
 from lockstep.shard.unit import Unit
 
 
@@ -43,9 +45,9 @@ class ShardedModule(FSDPModule):
         return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return traced_call(self, super().__call__, args, kwargs)  # type: ignore[misc]
         unit = self._lockstep_unit
+        if torch.compiler.is_compiling() and not unit.has_own_gathers:
+            return traced_call(self, super().__call__, args, kwargs)  # type: ignore[misc]
         with _failure_noted(unit):
             args, kwargs = before_forward(unit, self, args, kwargs)  # type: ignore[arg-type]
             output = super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -88,6 +90,10 @@ class ShardedModule(FSDPModule):
         buckets = [bucket for step in self._root.steps for bucket in step.reducer.buckets]
         in_graph = sum(bucket.left_in_graph for bucket in buckets)
         return metrics_of(steps[-1] if steps else None, [bucket.spec for bucket in buckets], in_graph)
+
+    def explain_compilation(self) -> ShardExplanation:
+        """What became of each unit in the last step; see :func:`lockstep.explain`."""
+        return explain_root(self._root)
 
     @property
     def _root(self) -> Root:
@@ -167,6 +173,23 @@ class ShardedModule(FSDPModule):
             for unit, (syncs, all_reduces) in zip(units, before, strict=True):
                 unit.syncs, unit.all_reduces = syncs, all_reduces
 
+    def join(self, batches: Iterable[Batch], *, divide_by_initial_world_size: bool = True) -> Iterator[Batch]:
+        """Iterate over this rank's batches for as long as any rank has more; see docs/sharding.md.
+
+        A rank that has run out gets its last batch again, and what its backward brings counts as zero.  The mean is
+        over all ranks, or over those that have data.
+        """
+        return join(self._root, batches, divide_by_initial_world_size=divide_by_initial_world_size)
+
+    @property
+    def has_data(self) -> bool:
+        """Whether this iteration of :meth:`join` counts on this rank; true outside of it."""
+        return not self._root.attendance.is_idle
+
+    def set_sync_buffers(self, enable: bool = True) -> None:
+        """Let all ranks have the first rank's buffers after every backward that synchronises."""
+        self._root.syncs_buffers = enable
+
     def set_manual_backward_finalization(self, enable: bool) -> None:
         """Let a backward that synchronises end with a call of :meth:`finalize_backward`, instead of by itself."""
         for step in self._root.steps:
@@ -197,7 +220,8 @@ class ShardedModule(FSDPModule):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let ``hook(state, bucket)`` reduce the whole gradients of each unit; this rank takes its shard of the result.
 
-        The hook is one for a replicated model: it returns a future of the reduced buffer, and divides itself.
+        The hook is one for a replicated model: it returns a future of the reduced buffer, and divides itself.  Where
+        shards have replicas (a 2D mesh) it reduces over all of them, and nothing else is exchanged.
         """
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
         for team in self._root.teams:
@@ -356,12 +380,19 @@ def give_face(module: nn.Module, unit: Unit) -> None:
     if own not in _classes:
         _classes[own] = type(f"FSDP{own.__name__}", (ShardedModule, own), {})
     object.__setattr__(module, "_lockstep_unit", unit)
-    object.__setattr__(module, "_lockstep_paths", _paths(module, unit))
-    make_known(unit)
+    unit.on_layout = _show_layout
+    _show_layout(unit)
     torch_private.mark_as_sharded(module)
     module.register_load_state_dict_pre_hook(_before_load)
     module.register_load_state_dict_post_hook(_after_load)
     module.__class__ = _classes[own]
+
+
+def _show_layout(unit: Unit) -> None:
+    """Let compilers see how the unit is laid out now."""
+    for module in unit.modules:
+        object.__setattr__(module, "_lockstep_paths", _paths(module, unit))
+    make_known(unit)
 
 
 def _paths(module: nn.Module, unit: Unit) -> tuple[tuple[tuple[str, ...], str, int, int], ...]:
@@ -386,9 +417,9 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name)
 
     def gathered(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return traced_call(module, method, args, kwargs)
         unit = module._lockstep_unit
+        if torch.compiler.is_compiling() and not unit.has_own_gathers:
+            return traced_call(module, method, args, kwargs)
         with _failure_noted(unit):
             args, kwargs = before_forward(unit, module, args, kwargs)
             return after_forward(unit, module, method(*args, **kwargs))

@@ -67,6 +67,10 @@ def after_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
             if tensor.requires_grad:
                 tensor.register_hook(_Before(unit))
     if root.running is unit:
+        if root.attendance.is_idle and torch.is_grad_enabled():  # see uneven.py, [Note: zeros]
+            for tensor in find_tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(torch.zeros_like)
         for other in root.units:
             if other.modules_to_run and other is not unit:  # only some of its modules have run
                 other.modules_to_run.clear()

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from lockstep.shard import older_state
+from lockstep.shard import older_optim, older_state
 from lockstep.shard.api import shard_modules
 from lockstep.shard.mesh import ShardMesh, take_mesh
 from lockstep.shard.module import ShardedModule
@@ -34,6 +34,14 @@ from lockstep.shard.unit import Unit
 
 _INNER = "_fsdp_wrapped_module"
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_OPTIONS_OF_ONE = {"sharding_strategy", "mixed_precision", "cpu_offload"}
+_WITHOUT_MEANING = {
+    "backward_prefetch",
+    "forward_prefetch",
+    "limit_all_gathers",
+    "use_orig_params",
+    "device_id",
+}
 _KEEPS_WHOLE = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
@@ -76,20 +84,19 @@ class FullyShardedDataParallel(nn.Module):
         if mixed_precision is not None and mixed_precision.buffer_dtype is not None:
             for buffer in module.buffers():
                 buffer.data = buffer.to(mixed_precision.buffer_dtype) if buffer.is_floating_point() else buffer
-        options: dict[str, Any] = {
-            "policy": _policy(mixed_precision),
-            "offload": CPUOffloadPolicy()
-            if cpu_offload is not None and cpu_offload.offload_params
-            else OffloadPolicy(),
-            "ignored": ignored,
-            "placement": None,
-            "num_keepers": 0,
+        chosen: dict[str, Any] = {
+            "sharding_strategy": strategy,
+            "mixed_precision": mixed_precision,
+            "cpu_offload": cpu_offload,
         }
-        frees = strategy not in (*_KEEPS_WHOLE, ShardingStrategy.NO_SHARD)
-        for inner in _chosen(module, auto_wrap_policy, ignored):
-            shard_modules([inner], mesh, frees=frees, **options)
-        shard_modules([module], mesh, frees=None if frees else False, **options)
+        for inner, own in _chosen(module, auto_wrap_policy, ignored):
+            options = _options(**{**chosen, **own})
+            shard_modules([inner], mesh, ignored=ignored, **options)
+        options = _options(**chosen)
+        options["frees"] = None if options["frees"] else False
+        shard_modules([module], mesh, ignored=ignored, **options)
         self._fsdp_wrapped_module = module
+        self.register_load_state_dict_pre_hook(_take_plain_names)
 
     # ---------------------------------------------------------------- as a module
 
@@ -110,14 +117,16 @@ class FullyShardedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._fsdp_wrapped_module(*args, **kwargs)
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Under the plain model's names."""
-        for name, parameter in super().named_parameters(*args, **kwargs):
-            yield name.replace(f"{_INNER}.", ""), parameter
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        for name, buffer in super().named_buffers(*args, **kwargs):
-            yield name.replace(f"{_INNER}.", ""), buffer
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Under the plain model's names, and so are parameters and buffers; also from a module around this one."""
+        memo = set() if memo is None else memo
+        if self in memo and remove_duplicate:
+            return
+        memo.add(self)
+        yield prefix, self
+        yield from self._fsdp_wrapped_module.named_modules(memo, prefix, remove_duplicate)
 
     # ---------------------------------------------------------------- training
 
@@ -173,14 +182,11 @@ class FullyShardedDataParallel(nn.Module):
     get_state_dict_type = staticmethod(older_state.get_state_dict_type)
     state_dict_type = staticmethod(older_state.state_dict_type)
 
-    @staticmethod
-    def optim_state_dict(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            "optim_state_dict: use torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer), "
-            "which knows shards."
-        )
-
-    full_optim_state_dict = sharded_optim_state_dict = optim_state_dict_to_load = optim_state_dict
+    optim_state_dict = staticmethod(older_optim.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(older_optim.optim_state_dict_to_load)
+    full_optim_state_dict = staticmethod(older_optim.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(older_optim.sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(older_optim.shard_full_optim_state_dict)
 
     @staticmethod
     @contextmanager
@@ -224,7 +230,44 @@ def _write_back(unit: Unit) -> None:
                 parameter.local.copy_(parameter.full.detach().narrow(cut.spec.dim, start, size))
 
 
+def _take_plain_names(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before a module around this one loads: its keys are the plain model's, and its tensors may be whole."""
+    inner, own = f"{prefix}{_INNER}.", {}
+    for key in [key for key in state if key.startswith(prefix) and not key.startswith(inner)]:
+        own[key.removeprefix(prefix)] = state.pop(key)
+    for key, value in older_state.cut_to_shards(module._fsdp_wrapped_module, own).items():
+        state[inner + key] = value
+
+
 # ---------------------------------------------------------------- what the arguments mean
+
+
+def _options(
+    sharding_strategy: ShardingStrategy, mixed_precision: MixedPrecision | None, cpu_offload: CPUOffload | None
+) -> dict[str, Any]:
+    """What one unit is made with."""
+    offloads = cpu_offload is not None and cpu_offload.offload_params
+    return {
+        "policy": _policy(mixed_precision),
+        "offload": CPUOffloadPolicy() if offloads else OffloadPolicy(),
+        "placement": None,
+        "num_keepers": 0,
+        "frees": sharding_strategy not in (*_KEEPS_WHOLE, ShardingStrategy.NO_SHARD),
+    }
+
+
+def _own_options(module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+    """What a ``CustomPolicy`` says for one module, without what has no meaning for it."""
+    refused = sorted(set(given) - _OPTIONS_OF_ONE - _WITHOUT_MEANING)
+    strategy = given.get("sharding_strategy")
+    if strategy not in (None, ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+        refused.append(f"sharding_strategy={strategy}")
+    if refused:
+        raise NotImplementedError(
+            f"A CustomPolicy gives {', '.join(refused)} for {type(module).__name__}; one module can have its own "
+            "mixed_precision, cpu_offload, and FULL_SHARD or SHARD_GRAD_OP, on the mesh of all."
+        )
+    return {name: value for name, value in given.items() if name in _OPTIONS_OF_ONE}
 
 
 def _policy(mixed: MixedPrecision | None) -> MixedPrecisionPolicy:
@@ -299,12 +342,15 @@ def _synchronize(module: nn.Module, ignored: set[nn.Parameter], mesh: ShardMesh)
                 dist.broadcast(tensor, first if first in ranks else ranks[0], group=group)
 
 
-def _chosen(module: nn.Module, policy: Any, ignored: set[nn.Parameter]) -> list[nn.Module]:
-    """The modules inside that the policy makes units of, inner ones first."""
+Chosen = list[tuple[nn.Module, dict[str, Any]]]
+
+
+def _chosen(module: nn.Module, policy: Any, ignored: set[nn.Parameter]) -> Chosen:
+    """The modules inside that the policy makes units of, inner ones first, each with options of its own."""
     if policy is None:
         return []
     choose = getattr(policy, "_lambda_fn", None)
-    chosen: list[nn.Module] = []
+    chosen: Chosen = []
     seen: set[nn.Module] = set()
 
     def size(inner: nn.Module) -> int:
@@ -326,10 +372,8 @@ def _chosen(module: nn.Module, policy: Any, ignored: set[nn.Parameter]) -> list[
             if choose is not None
             else policy(module=inner, recurse=False, nonwrapped_numel=total - wrapped)
         )
-        if isinstance(takes, dict):
-            raise NotImplementedError("A CustomPolicy that gives options for single modules is not there yet.")
-        if takes and total > wrapped:
-            chosen.append(inner)
+        if (takes or isinstance(takes, dict)) and total > wrapped:
+            chosen.append((inner, _own_options(inner, takes) if isinstance(takes, dict) else {}))
             return total
         return wrapped
 

@@ -93,12 +93,12 @@ def cut_to_shards(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]
         if target is not None and isinstance(value, Tensor) and not isinstance(value, DTensor):
             local = torch_private.local_of(target)
             with torch.no_grad():
-                value = torch_private.dtensor_around(_part(value, target).to(local), torch_private.spec_of(target))
+                value = torch_private.dtensor_around(part_of(value, target).to(local), torch_private.spec_of(target))
         cut[name] = value
     return cut
 
 
-def _part(whole: Tensor, like: Any) -> Tensor:
+def part_of(whole: Tensor, like: Any) -> Tensor:
     """The part of a whole tensor that this rank has of a DTensor."""
     part = whole
     for axis, placement in enumerate(like.placements):

@@ -63,15 +63,18 @@ class ShardedParameter:
                 f"FSDP does not support non-contiguous parameters yet: {self.name} has param.shape="
                 f"{tuple(parameter.shape)} and param.stride()={parameter.stride()}. Call .contiguous() on it first."
             )
-        self.refuse_own_gather(local)
 
-    def refuse_own_gather(self, local: Tensor) -> None:
-        """Raise for a tensor that brings its own all-gather."""
-        if hasattr(local, "fsdp_pre_all_gather") or hasattr(local, "fsdp_post_all_gather"):
-            raise NotImplementedError(
-                f"Parameter {self.name} is a {type(local).__name__} with its own all-gather (fsdp_pre_all_gather); "
-                "lockstep gathers plain tensors only. Convert it after gathering, or use torch's fully_shard for it."
+    @property
+    def gathers_itself(self) -> bool:
+        """Whether it brings its own all-gather (own_gather.py)."""
+        local = self.local
+        has = [hasattr(local, f"fsdp_{moment}_all_gather") for moment in ("pre", "post")]
+        if has[0] != has[1]:
+            raise AssertionError(
+                f"Parameter {self.name}: both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using "
+                f"all-gather extensions, and {type(local).__name__} has one of them."
             )
+        return has[0]
 
     def _shard(self, parameter: nn.Parameter, local: Tensor) -> nn.Parameter:
         world, rank = self.mesh.world, self.mesh.rank
@@ -199,6 +202,10 @@ class ShardedParameter:
         whole = torch_private.alias(memory, self.shape, contiguous(self.shape), offset)
         if self.whole_spec is not None:
             whole = torch_private.dtensor_around(whole, self._spec_in(memory.dtype))
+        self.take_full(whole)
+
+    def take_full(self, whole: Tensor) -> None:
+        """Let this be the whole parameter."""
         self.full = nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
         _origins[self.full] = (self.origin, self.name)
 

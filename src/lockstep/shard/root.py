@@ -20,144 +20,22 @@ import torch
 from torch import nn
 
 from lockstep import errors, torch_private
-from lockstep.agree.board import Board, open_board
-from lockstep.agree.control import control_of
-from lockstep.agree.watch import Watch
-from lockstep.engine import step_guard
-from lockstep.engine.bucket import Slot
-from lockstep.engine.feeders.hooks import HookFeeder
-from lockstep.engine.lane import lane_of
+from lockstep.engine.module_state import broadcast_tensors
 from lockstep.engine.recovery import reset_together
-from lockstep.engine.reducer import Reducer
 from lockstep.engine.step import SyncStep
-from lockstep.engine.union import Union
 from lockstep.engine.used import find_tensors, parameters_reached_from
 from lockstep.observe.moments import StepMoment, listeners, reached
 from lockstep.observe.timeline import Timeline, now
-from lockstep.plan import Bucket, BucketCaps, ParameterSpec, Plan
-from lockstep.settings import agreement_timeout
 from lockstep.shard.ahead import GatherOrder
-from lockstep.shard.exchange import HookExchange, Load, ScatterExchange
 from lockstep.shard.layout import ShardPlan, UnitLayout, flat_layouts
-from lockstep.shard.memory import ShardMemory
-from lockstep.shard.mesh import Links, whole_group
+from lockstep.shard.mesh import whole_group
+from lockstep.shard.team import Team
+from lockstep.shard.uneven import Attendance
 from lockstep.shard.unit import Phase, Unit
 
+_CHUNK_BYTES = 250 * 1024 * 1024  # of buffers in one message, as a replicated model sends them
+
 logger = logging.getLogger("lockstep")
-
-
-class Team:
-    """The units of a root that are on one mesh, and the step that reduces their gradients."""
-
-    def __init__(self, root: Root, units: Sequence[Unit]) -> None:
-        self.units = list(units)
-        mesh = units[0].mesh
-        group = whole_group(mesh)
-        self.board: Board | None = open_board(group, "sharded models")
-        group_seconds = torch_private.group_timeout(group).total_seconds()
-        self.watch = Watch(self.board, group.rank(), group_seconds=group_seconds)
-        for unit in units:
-            unit.links = Links(unit.mesh, self.watch)
-        self.memory = ShardMemory()
-        plan, slots, loads = self._plan()
-        self.slots = {slot.name: slot for slot in slots}
-        self.memory.use(loads, self.slots)
-        reducer = Reducer(plan, slots, units[0].links.scatter, self.memory, root.timeline)
-        self.exchange: ScatterExchange | HookExchange = ScatterExchange(reducer.transport, loads)
-        reducer.exchange = self.exchange
-        control = control_of(group) if mesh.world * mesh.num_replicas > 1 else None
-        name = "sharded model" if self.board is None else self.board.name
-        me = weakref.ref(self)
-        self.step = SyncStep(
-            reducer,
-            lane_of(group),
-            Union(control, name, "step"),
-            wants_sync=lambda: (team := me()) is not None and any(unit.syncs for unit in team.units),
-            finds_unused=True,
-        )
-        self.step.after_pass = self._after_pass_of(me)
-        self.hooks = HookFeeder(self.step)
-        self.had_unused = False
-        step_guard.watch(self.step)
-
-    @staticmethod
-    def _after_pass_of(me: weakref.ref[Team]) -> Any:
-        def after_pass() -> None:
-            team = me()
-            if team is not None and not team.step.syncs:
-                for bucket in team.step.reducer.buckets:
-                    team.memory.keep(bucket)
-
-        return after_pass
-
-    def _plan(self) -> tuple[Plan, list[Slot], list[Load]]:
-        slots: list[Slot] = []
-        loads: list[Load] = []
-        buckets: list[Bucket] = []
-        for unit in self.units:
-            for store in unit.stores:
-                store.make_whole()
-                for parameter in store.parameters:
-                    assert parameter.full is not None
-                    parameter.follow_requires_grad()
-                    if parameter.sharded.requires_grad:
-                        slot = Slot(parameter.name, parameter.full, parameter.owner_name, len(slots))
-                        slot.leaf = parameter.sharded
-                        slots.append(slot)
-        for unit in reversed(self.units):
-            for store in unit.stores:
-                training = [p for p in store.parameters if p.sharded.requires_grad]
-                if not training:
-                    continue
-                (layout,) = flat_layouts([p.spec for p in training], unit.mesh.world)
-                loads.append(Load(unit, training, layout))
-                specs = tuple(
-                    ParameterSpec(p.name, p.shape, p.spec.dtype, p.spec.itemsize, f"{unit.device.type}:0")
-                    for p in training
-                )
-                buckets.append(Bucket(len(buckets), specs))
-        return Plan(tuple(buckets), BucketCaps(), "units"), slots, loads
-
-    def plan_anew(self) -> None:
-        """Take up parameters that were frozen, unfrozen, replaced or cast, between windows."""
-        self.hooks.detach()
-        self.step.reset()
-        plan, slots, loads = self._plan()
-        self.slots = {slot.name: slot for slot in slots}
-        self.memory.use(loads, self.slots)
-        self.step.reducer.use_plan(plan, slots)
-        self.exchange.loads = list(loads)
-        self.step.rebuild()
-        for slot in slots:
-            slot.dirty = slot.parameter.grad is not None  # of passes that did not synchronise
-        self.hooks.attach()
-
-    def set_comm_hook(self, state: Any, hook: Any, name: str) -> None:
-        reducer = self.step.reducer
-        if isinstance(self.exchange, HookExchange):
-            raise RuntimeError("register_comm_hook can only be called once; write one hook that does both.")
-        replicas = [unit.name for unit in self.units if unit.links.replicas is not None]
-        if replicas:
-            raise NotImplementedError("A communication hook together with replicas (a 2D mesh) is not there yet.")
-        self.memory.divides = False
-        self.exchange = reducer.exchange = HookExchange(reducer.transport, self.memory.loads, state, hook, name)
-        reducer.transport.keep_order_of(reducer)
-
-    def compare(self, plan: ShardPlan) -> None:
-        """Raise on all ranks if they do not shard the same model in the same way."""
-        if self.board is None:
-            return
-        told = self.watch.gather("plan of shards", f"{plan.digest}\n{plan}", agreement_timeout())
-        if len({text.split("\n")[0] for text in told.values()}) > 1:
-            shown = {rank: text.split("\n")[1] for rank, text in told.items()}
-            raise errors.Disagreement(
-                f"Ranks shard different models, or the same one differently:\n{errors.rank_table(shown)}\n"
-                + _first_difference(told)
-                + "Fix: call fully_shard on the same modules with the same options on every rank.",
-                shown,
-            )
-        if self.step.closing.union.control is not None:
-            self.step.closing.union.control.connect(self.watch)
 
 
 class Root:
@@ -166,6 +44,9 @@ class Root:
     def __init__(self, top: Unit, units: Sequence[Unit]) -> None:
         self.units = list(units)
         self.timeline = Timeline(torch_private.default_group().rank())
+        self.attendance = Attendance()
+        self.syncs_buffers = False
+        self._top = top
         self.running: Unit | None = None  # the outermost unit of the forward that is running
         self.order: list[Unit] = []  # in which units ran in the last forwards, for the backward
         self._last_order: list[Unit] = []
@@ -260,6 +141,17 @@ class Root:
             unit.phase = Phase.IDLE
             unit.modules_to_run.clear()
             unit.order_positions.clear()
+
+    # ---------------------------------------------------------------- buffers
+
+    def sync_buffers(self) -> None:
+        """Give everyone the buffers of the first rank that has data, replicas and shards alike."""
+        modules = [module for reference in self._top.module_references if (module := reference()) is not None]
+        buffers = [b for module in modules for b in module.buffers() if not b.is_meta]
+        group = whole_group(self._top.mesh)
+        if buffers and group.size() > 1:
+            with torch_private.preserve_version_counter(buffers):
+                broadcast_tensors(buffers, group, self.attendance.first_active, _CHUNK_BYTES, self.teams[0].watch)
 
     # ---------------------------------------------------------------- the order of gathers
 
@@ -424,16 +316,3 @@ def _refuse_shared(units: Sequence[Unit]) -> None:
                     "neither of them, so that the module around both has it."
                 )
             seen[parameter.origin] = parameter.name
-
-
-def _first_difference(told: dict[int, str]) -> str:
-    """The first line of the plans that is not the same on rank 0 and another rank."""
-    first = told[0].split("\n")[2:]
-    for rank, text in sorted(told.items()):
-        other = text.split("\n")[2:]
-        for mine, theirs in zip(first, other, strict=False):
-            if mine != theirs:
-                return f"The first difference:\n  rank 0: {mine.strip()}\n  rank {rank}: {theirs.strip()}\n"
-        if len(first) != len(other):
-            return f"Rank 0 has {len(first) - 1} units, rank {rank} has {len(other) - 1}.\n"
-    return ""

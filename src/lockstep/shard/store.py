@@ -32,13 +32,14 @@ class FlatStore:
         self.device = device  # where the whole is computed with; shards may be elsewhere (offloading)
         self._pins = pins
         mesh = parameters[0].mesh
-        self.rank, self.world = mesh.rank, mesh.world
+        self.rank, self.world, self._is_alone = mesh.rank, mesh.world, mesh.is_alone
         (self.layout,) = flat_layouts([p.spec for p in parameters], mesh.world)
         own = parameters[0].sharded.dtype
         self.dtype = own if dtype is None or not own.is_floating_point else dtype
         self.home: Tensor | None = None
         # For compiled graphs: see graph_ops.py, [Note: anchor].
         self.anchor = torch.zeros(1, device=device).requires_grad_(True)
+        self.key = self.anchor.detach()  # the same memory, by which operators know the store
         self._accumulator: Any = None
         self.trains: tuple[bool, ...] = self.flags()
         self.graph_facts = self._graph_facts()
@@ -55,8 +56,9 @@ class FlatStore:
 
     @property
     def is_laid_out_for_them(self) -> bool:
-        """Whether the parameters still have the dtype that this was made for."""
-        return {str(p.sharded.dtype).removeprefix("torch.") for p in self.parameters} == {self.layout.dtype}
+        """Whether the parameters still have the dtype that this was made for, and are gathered as plain numbers."""
+        dtypes = {str(p.sharded.dtype).removeprefix("torch.") for p in self.parameters}
+        return dtypes == {self.layout.dtype} and not any(p.gathers_itself for p in self.parameters)
 
     def name_anew(self) -> None:
         """Take up the names that parameters have from the root."""
@@ -75,11 +77,7 @@ class FlatStore:
                 place.copy_(parameter.local)
                 torch_private.set_local(parameter.sharded, place)
         self.home = home
-        item, start = home.element_size(), home.data_ptr()
-        self._addresses = [
-            start + cut.offset * item if parameter.local.numel() else None
-            for parameter, cut in zip(self.parameters, self.layout.cuts, strict=True)
-        ]
+        self._addresses = self._places()
         self._forget_whole_of_other_memory()
 
     def _forget_whole_of_other_memory(self) -> None:
@@ -91,13 +89,13 @@ class FlatStore:
 
     def follow(self) -> None:
         """Settle again if the program gave a shard other memory."""
-        if self.home is None:
+        if self.home is None or self._places() != self._addresses:
             self.settle()
-            return
-        for parameter, address in zip(self.parameters, self._addresses, strict=True):
-            if address is not None and parameter.local.data_ptr() != address:
-                self.settle()
-                return
+
+    def _places(self) -> list[int]:
+        """Where each shard lies in memory."""
+        local_of = torch_private.local_of
+        return [local_of(parameter.sharded).data_ptr() for parameter in self.parameters]
 
     @property
     def versions(self) -> list[int]:
@@ -112,11 +110,12 @@ class FlatStore:
 
     # ---------------------------------------------------------------- for compiled graphs
 
-    def _graph_facts(self) -> tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]:
-        """The size of a buffer of all ranks' shards (0 in a world of one), dtype, and the shapes of the parameters."""
+    def _graph_facts(self) -> tuple[int, int, torch.dtype, tuple[int, ...], tuple[int, ...]]:
+        """Sizes of the buffers of all ranks' shards (0 in a world of one) and of the whole; dtype; the shapes."""
         shapes = [cut.spec.shape for cut in self.layout.cuts]
         sizes = tuple(size for shape in shapes for size in shape)
-        return 0 if self.world == 1 else self.layout.num_elements, self.dtype, sizes, tuple(map(len, shapes))
+        num_elements = 0 if self._is_alone else self.layout.num_elements
+        return num_elements, self.layout.full_elements, self.dtype, sizes, tuple(map(len, shapes))
 
     def flags(self) -> tuple[bool, ...]:
         """Which parameters train."""
@@ -134,12 +133,12 @@ class FlatStore:
     def is_alias(self) -> bool:
         """Whether the whole is the shard itself: a world of one that casts and moves nothing."""
         home = self.home
-        return self.world == 1 and home is not None and home.dtype == self.dtype and home.device == self.device
+        return self._is_alone and home is not None and home.dtype == self.dtype and home.device == self.device
 
     @property
     def _is_direct(self) -> bool:
         """Whether what is gathered already lies as the whole does."""
-        return self.world == 1 or self.layout.is_direct
+        return self._is_alone or self.layout.is_direct
 
     @property
     def _full_elements(self) -> int:
@@ -194,7 +193,7 @@ class FlatStore:
             return
         assert self.home is not None
         with torch.no_grad():
-            if self.world == 1:
+            if self._is_alone:
                 self._fill_memory().copy_(self.home, non_blocking=True)
                 return
             mine = self.home.to(device=self.device, dtype=self.dtype, non_blocking=True)
@@ -220,7 +219,7 @@ class FlatStore:
         with torch.no_grad():
             if not self._is_direct:
                 whole = self._fill_memory()
-                spread(self.layout, gathered, [torch_private.alias(whole, *cut.full) for cut in self.layout.cuts])
+                spread_flat(self.layout, gathered, whole)
             elif self._buffer is not None and gathered.data_ptr() != self._buffer.data_ptr():
                 self._fill_memory().narrow(0, 0, self.layout.num_elements).copy_(gathered)
 
@@ -245,20 +244,22 @@ def start_gather(transport: Transport, comm: Any, gathered: Tensor, mine: Tensor
     return Landed() if work is None else WorkFlight(work, transport.blocks_host(mine.device))
 
 
+def spread_flat(layout: FlatLayout, ranked: Tensor, flat: Tensor) -> None:
+    """Copy everyone's shards into the buffer of whole parameters."""
+    if layout.splits is None:
+        spread(layout, ranked, [torch_private.alias(flat, *cut.full) for cut in layout.cuts])
+        return
+    targets = [
+        ranked.new_empty(shape) if offset is None else torch_private.alias(flat, shape, stride, offset)
+        for shape, stride, offset in layout.rows
+    ]
+    torch.split_with_sizes_copy(ranked.view(layout.world, -1), layout.splits, 1, out=targets)  # one kernel for all
+
+
 def spread(layout: FlatLayout, ranked: Tensor, whole: Sequence[Tensor]) -> None:
     """Copy everyone's shards into whole parameters."""
-    if layout.splits is not None:  # one kernel for all
-        sizes, world = layout.splits, layout.world
-        targets: list[Tensor] = []
-        for position, size in enumerate(sizes):
-            number, is_padding = divmod(position, 2)
-            if is_padding:
-                targets.append(ranked.new_empty(world, size))
-            else:
-                targets.append(torch_private.alias(whole[number], (world, size), (size, 1), 0))
-        torch.split_with_sizes_copy(ranked.view(world, -1), list(sizes), 1, out=targets)
-        return
-    targets, sources = [], []
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
     for parameter, pieces in zip(whole, layout.pieces, strict=True):
         for piece in pieces:
             targets.append(torch_private.alias(parameter, *piece.full))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lockstep import torch_private
+from lockstep.shard.graph_ops import views_of
 from lockstep.shard.nest import cast_floats
 
 Place = tuple[nn.Module, str, Any]  # who had which parameter under which name
@@ -42,19 +43,20 @@ def traced_call(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kw
 
 def _gather_store(store: Any, again: bool) -> list[Tensor]:
     trains = torch.is_grad_enabled()
-    anchor = store.anchor if True in store.trains else store.anchor.detach()
-    whole = _gather(store.home, anchor, store.graph_facts, trains)
-    if again and trains:
-        torch_private.on_graph_so_far(_mark_last_gather)
-    return whole
-
-
-def _gather(home: Tensor, anchor: Tensor, facts: Any, trains: bool) -> list[Tensor]:
-    num_elements, dtype, sizes, ndims = facts
+    num_elements, full_elements, dtype, sizes, ndims = store.graph_facts
+    anchor = store.anchor if True in store.trains else store.key
+    operators = torch.ops.lockstep
     if num_elements == 0:
-        return torch.ops.lockstep.whole(home, anchor, sizes, ndims, dtype, trains)
-    buffer = torch.ops.lockstep.gather(home, anchor.detach(), num_elements, dtype, trains)
-    return torch.ops.lockstep.gathered(buffer, anchor, sizes, ndims)
+        flat = operators.whole(store.home, store.key, full_elements, dtype, trains)
+    else:
+        buffer = operators.gather(store.home, store.key, num_elements, dtype, trains)
+        flat = operators.gathered(buffer, store.key, full_elements)
+    if not trains:
+        return views_of(flat, sizes, ndims)
+    parameters = operators.parameters(flat, anchor, sizes, ndims)
+    if again:
+        torch_private.on_graph_so_far(_mark_last_gather)
+    return parameters
 
 
 # ---------------------------------------------------------------- parameters for the time of a forward
@@ -89,14 +91,14 @@ def _at(module: nn.Module, path: tuple[str, ...]) -> nn.Module:
 def _mark_last_gather(context: Any) -> None:
     """See [Note: gathered again]."""
     operators = torch.ops.lockstep
+    chain = (operators.parameters, operators.gathered, operators.gather, operators.whole)
     for node in reversed(context.graph().nodes):
-        if node.target in (operators.gathered, operators.whole):
-            for marked in (node, *node.users, *_behind(node, operators.gather)):
-                marked.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        if node.target is operators.parameters:
+            marked = [*node.users, node]
+            while marked[-1].target in chain and (
+                source := next((found for found in marked[-1].all_input_nodes if found.target in chain), None)
+            ):
+                marked.append(source)
+            for found in marked:
+                found.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             return
-
-
-def _behind(node: Any, operator: Any) -> list[Any]:
-    """The node that this one waits for, and what was made for it."""
-    starts = [found for found in node.all_input_nodes if found.target is operator]
-    return starts + [key for start in starts for key in start.all_input_nodes if key.op == "call_method"]

@@ -10,7 +10,7 @@ When it is gathered and when it is freed is decided in ``moments.py``, when its 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from torch import nn
 from lockstep import torch_private
 from lockstep.observe.timeline import now
 from lockstep.shard.mesh import Links, ShardMesh
+from lockstep.shard.own_gather import OwnStore
 from lockstep.shard.parameter import ShardedParameter
 from lockstep.shard.store import FlatStore, GroupMemory
 
@@ -41,6 +42,18 @@ class Phase(Enum):
     IDLE = "idle"
     FORWARD = "forward"
     BACKWARD = "backward"  # between the first gradient of its outputs and the last of its inputs
+
+
+class Gathers:
+    """How often a unit was gathered in a step, and how often by compiled graphs."""
+
+    def __init__(self) -> None:
+        self.total = self.in_graph = self.in_graph_backward = 0
+
+    def note_in_graph(self) -> None:
+        self.total += 1
+        self.in_graph += 1
+        self.in_graph_backward += torch_private.in_backward()
 
 
 class Unit:
@@ -98,8 +111,12 @@ class Unit:
         self.order_positions: list[int] = []  # in the order of this step's forwards
         self.modules_to_run: set[nn.Module] = set()  # of a unit of several, in this forward
         self._versions: list[list[int]] = []
+        self.gathers = Gathers()
+        self.last_gathers = Gathers()  # of the last step, for explain.py
         self.num_graph_forwards = 0  # of compiled graphs, whose backward is still to come
-        self.stores: list[FlatStore] = []
+        # Told whenever it was laid out anew.
+        self.on_layout: Callable[[Unit], None] | None = None
+        self.stores: list[FlatStore | OwnStore] = []
         self._lay_out()
 
     def _move_shards_to_host(self) -> None:
@@ -108,17 +125,32 @@ class Unit:
                 torch_private.set_local(parameter.sharded, parameter.local.cpu())
 
     def _lay_out(self) -> None:
-        """One store for each dtype."""
-        by_dtype: dict[torch.dtype, list[ShardedParameter]] = {}
+        """One store for each dtype; those that gather themselves have their own."""
+        by_kind: dict[tuple[torch.dtype, bool], list[ShardedParameter]] = {}
         for parameter in self.parameters:
-            by_dtype.setdefault(parameter.sharded.dtype, []).append(parameter)
+            by_kind.setdefault((parameter.sharded.dtype, parameter.gathers_itself), []).append(parameter)
         self.stores = [
-            FlatStore(group, self.device, self.policy.param_dtype, pins=self._pins) for group in by_dtype.values()
+            OwnStore(group, self.device, self.policy)
+            if gathers_themselves
+            else FlatStore(group, self.device, self.policy.param_dtype, pins=self._pins)
+            for (_, gathers_themselves), group in by_kind.items()
         ]
+        # Some parameters bring their own all-gather, which no graph can hold.
+        self.has_own_gathers = any(isinstance(store, OwnStore) for store in self.stores)
         for store in self.stores:
             store.share_among(max(1, self.num_keepers))
         for parameter in self.parameters:
             parameter.full = None
+        if self.on_layout is not None:
+            self.on_layout(self)
+
+    def make_whole(self) -> None:
+        """Make the whole parameters, as objects: their memory comes and goes."""
+        for store in self.stores:
+            if isinstance(store, OwnStore):
+                store.make_whole(self.links.gather, self.moment)
+            else:
+                store.make_whole()
 
     def name_anew(self) -> None:
         """Take up the names that parameters have from the root."""
@@ -170,9 +202,7 @@ class Unit:
         return False
 
     def require_real(self) -> None:
-        """Raise if shards are still on the meta device, or are no plain tensors."""
-        for parameter in self.parameters:
-            parameter.refuse_own_gather(parameter.local)
+        """Raise if shards are still on the meta device."""
         names = [parameter.name for parameter in self.parameters if parameter.sharded.device.type == "meta"]
         if names:
             raise RuntimeError(
@@ -196,6 +226,7 @@ class Unit:
         if self.residence is not Residence.SHARDED or not self.parameters:
             return
         start = now()
+        self.gathers.total += 1
         self._versions = [store.versions for store in self.stores]
         with torch_private.RecordFunction(f"lockstep::gather {self.name}"):
             for number, store in enumerate(self.stores):
@@ -206,7 +237,7 @@ class Unit:
         self.residence = Residence.GATHERING
         self._note("gather", start)
 
-    def _start_among_keepers(self, store: FlatStore) -> bool:
+    def _start_among_keepers(self, store: FlatStore | OwnStore) -> bool:
         if not self.num_keepers:
             return False
         if not torch_private.in_backward():
@@ -259,6 +290,10 @@ class Unit:
     def moment(self) -> str:
         step = "" if self.root is None else f" in step {self.root.timeline.step}"
         return f"the gathering of {self.name}{step}"
+
+    def end_step(self) -> None:
+        """Its gradients have been reduced."""
+        self.last_gathers, self.gathers = self.gathers, Gathers()
 
     def _note(self, what: str, start: int) -> None:
         if self.root is not None:

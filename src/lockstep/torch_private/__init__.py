@@ -143,6 +143,7 @@ _NAMES_BY_PART = {
     ),
     "tensors": (
         "alias",
+        "chunk_cat",
         "dtensor_like",
         "flatten_dense",
         "foreach_add",

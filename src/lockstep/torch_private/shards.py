@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -27,9 +28,15 @@ spec_of: Callable[[Any], Any] = attrgetter("_spec")
 
 def dtensor_around(local: torch.Tensor, spec: Any) -> torch.Tensor:
     """A DTensor around ``local``; the public ``from_local`` is ten times as slow, for every gradient of every step."""
+    return _dtensor_class()(local, spec, requires_grad=False)  # type: ignore[no-any-return]
+
+
+@cache
+def _dtensor_class() -> Any:
+    """Asked for once: an import statement takes as long as making one does."""
     from torch.distributed.tensor import DTensor
 
-    return DTensor(local, spec, requires_grad=False)
+    return DTensor
 
 
 def set_local(dtensor: Any, local: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ import torch
 
 __all__ = [
     "alias",
+    "chunk_cat",
     "dtensor_like",
     "flatten_dense",
     "foreach_add",
@@ -31,6 +32,10 @@ alias: Callable[[torch.Tensor, Any, Any, int], torch.Tensor] = torch._C._dynamo.
 # All tensors as one flat copy, and a flat tensor as views in given shapes: one call each instead of one per tensor.
 flatten_dense: Callable[[list[torch.Tensor]], torch.Tensor] = torch._C._nn.flatten_dense_tensors
 unflatten_dense: Callable[[torch.Tensor, list[torch.Tensor]], list[torch.Tensor]] = torch._C._nn.unflatten_dense_tensors
+
+
+# Tensors cut into equal chunks along a dimension, those of each rank one behind the other; one kernel that also casts.
+chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
 
 
 def dtensor_like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
