@@ -24,6 +24,8 @@ class Closing:
         self.union = union
         self.used_counts: list[int] | None = None  # on how many ranks each parameter was used
         self.is_collecting = False
+        # Ranks have compared this window already, before it began (program/together.py).
+        self.is_compared = False
 
     def close(self) -> None:
         """Compare with the other ranks, collect everything, hand it out."""
@@ -40,6 +42,10 @@ class Closing:
         reducer = self._step.reducer
         bits = self._own_bits()
         used = self.local_used_counts() if self._asks_for_used() else None
+        if self.is_compared and reducer.world > 1:
+            if bits:
+                raise errors.late_gradient(_names_of(self._step.intake.remainders), rank=reducer.rank, hook="")
+            return 0
         if self.union.control is None:
             return self._unite_alone(bits, used)
         reducer.land_unordered()
