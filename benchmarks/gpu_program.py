@@ -250,7 +250,7 @@ def compare(
         error = (mine.double() - value.double()).abs().max().item() / largest
         if not error <= worst_error:
             worst, worst_error = name, error
-    ran = "0 as a program" not in explained
+    ran = "calls: 0 as a program" not in explained
     on_cpu = not IS_GPU and mode == "captured"
     ok = worst_error <= TOLERANCE and (not bits or different == 0) and (ran != falls_back or on_cpu)
     return {"ok": ok, "worst": [worst, worst_error], "different": different, "of": len(right), "explained": explained}
@@ -338,7 +338,7 @@ SIZES = {  # symbols, context, width, layers, heads; batch
     "191 M": ((37888, 1024, 1024, 12, 16), 8),
 }
 if not IS_GPU:
-    SIZES = {name: ((64, 16, 32, 2, 2), 2) for name in SIZES}
+    SIZES = dict.fromkeys(SIZES, ((64, 16, 32, 2, 2), 2))
 SUBJECTS: dict[str, dict[str, Any]] = {
     "compiled alone": {},
     "reduce-overhead alone": {"compile_mode": "reduce-overhead"},
