@@ -36,6 +36,7 @@ from lockstep.program.windows import WindowCounts, missing_in_proof, note_replay
 
 WARMUP_CALLS = 3  # of each kind of batch: the compiler compiles, libraries choose kernels, optimizers make their state
 _MAX_AHEAD = 2  # replays that may be queued before the host waits
+_MAX_KINDS = 1000  # of batches that are remembered
 _CHECK_EVERY = 16  # replays from one look at the device's counter to the next
 
 
@@ -69,6 +70,7 @@ class Captured:
         self._seen: Counter[Hashable] = Counter()
         self._waits: dict[Hashable, list[str]] = {}
         self._refused: dict[Hashable, str] = {}
+        self._never = ""  # why no step at all can be captured
         self._guard = ModuleGuard(recipe.options.model)
         self._rates: Rates | None = None
         self._rates_are_baked = not all(map(takes_rate_as_tensor, recipe.options.optimizers))
@@ -126,7 +128,7 @@ class Captured:
     # ---------------------------------------------------------------- whether
 
     def _may_capture(self, key: Hashable, batch: Batch) -> bool:
-        if key in self._refused or self._seen[key] < WARMUP_CALLS:
+        if self._never or key in self._refused or self._seen[key] < WARMUP_CALLS:
             return False
         if batch.opaque:
             return self._refuse(key, f"the batch holds a {batch.opaque}, which may be another one in each step")
@@ -169,6 +171,7 @@ class Captured:
             self._renew_accumulators()
         # The last one before a capture shows where the host would wait, which in a capture would be an error.
         looks = self._seen[key] == WARMUP_CALLS and key not in self._refused
+        numbers = self._guard.values()
         with self._machine.aside():
             if looks:
                 with self._machine.noting_waits() as places:
@@ -178,6 +181,12 @@ class Captured:
                 result = self._walk(recipe.moved(tree), index, is_last)
         self._current = None
         self._record.num_loop_calls += 1
+        changed = self._guard.changed(numbers)
+        if changed:
+            self._never = f"the step changes a number in Python: {', '.join(changed[:5])}"
+            self._record.fall_back(self._never)
+        if len(self._seen) > _MAX_KINDS:
+            self._seen.clear()  # of a program that never sees the same twice
         return result
 
     def _walk(self, batch: Any, index: int, is_last: bool) -> Any:
@@ -272,7 +281,7 @@ class Captured:
             raise Refused(f"the step draws random numbers of the host ({', '.join(drawn)})")
         changed = self._guard.changed(numbers)
         if changed:
-            raise Refused(f"the forward changes a number in Python: {', '.join(changed[:5])}")
+            raise Refused(f"the step changes a number in Python: {', '.join(changed[:5])}")
         missing = missing_in_proof(self._recipe.parallel) if is_last else []
         if missing:
             raise Refused(f"it would not reduce {', '.join(missing[:5])}")

@@ -22,6 +22,7 @@ from lockstep.program.together import Together
 from lockstep.program.traced import Untraceable, WholeStep
 from lockstep.program.windows import note_replay
 
+_MAX_KINDS = 1000  # of batches that are remembered
 WARMUP_CALLS = 1  # of each kind of batch: the state of optimizers is made by a real step
 
 
@@ -47,6 +48,7 @@ class Whole:
         self._programs: dict[Hashable, GraphProgram] = {}
         self._seen: Counter[Hashable] = Counter()
         self._refused: set[Hashable] = set()
+        self._never = ""  # why no step at all can be a program
         self._guard = ModuleGuard(recipe.options.model)
         self._memory: Hashable = None
         wrappers = recipe.parallel.wrappers
@@ -95,7 +97,7 @@ class Whole:
         return ((index == 0, is_last), batch.key, self._guard.values(), baked, trains(recipe.parameters), amp)
 
     def _may_trace(self, key: Hashable, batch: Batch) -> bool:
-        if key in self._refused or self._seen[key] < WARMUP_CALLS:
+        if self._never or key in self._refused or self._seen[key] < WARMUP_CALLS:
             return False
         options = self._recipe.options
         if batch.opaque:
@@ -133,10 +135,17 @@ class Whole:
             trained = [p for p in recipe.parameters if p.requires_grad]
             for parameter, gradient in zip(trained, self._sums(), strict=True):
                 parameter.grad = gradient.detach()
+        numbers = self._guard.values()
         result = recipe.micro(tree, is_last=is_last)
         if is_last:
             recipe.update()
         self._record.num_loop_calls += 1
+        changed = self._guard.changed(numbers)
+        if changed:
+            self._never = f"the step changes a number in Python: {', '.join(changed[:5])}"
+            self._record.fall_back(self._never)
+        if len(self._seen) > _MAX_KINDS:
+            self._seen.clear()  # of a program that never sees the same twice
         return result
 
     def _sums(self) -> list[Tensor]:
@@ -163,7 +172,7 @@ class Whole:
             raise Untraceable(f"the step draws random numbers of the host ({', '.join(drawn)})")
         changed = self._guard.changed(numbers)
         if changed:
-            raise Untraceable(f"the forward changes a number in Python: {', '.join(changed[:5])}")
+            raise Untraceable(f"the step changes a number in Python: {', '.join(changed[:5])}")
         launch_early(graph)
         digest = hashlib.sha256(str(graph.graph).encode()).hexdigest()
         run = torch_private.compile_program(graph, inputs.flat())
