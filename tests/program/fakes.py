@@ -107,3 +107,30 @@ class FakeMark:
 
     def seconds_since(self, earlier: Any) -> float:
         return 0.0
+
+
+def captured_on_a_stand_in(step: Any, setup: Any) -> FakeMachine:
+    """Let a step that was made with mode="captured" run as if the CPU could capture."""
+    from lockstep.program.captured import Captured
+    from lockstep.program.windows import WindowCounts
+
+    machine = FakeMachine(setup.module, setup.optimizers)
+    recipe = step._recipe
+    if recipe.average is not None:
+        machine._extra += recipe.average.values
+    if setup.scaler is not None:
+        setup.scaler.scale(torch.zeros(()))
+        machine._extra += [setup.scaler._scale, setup.scaler._growth_tracker]
+    runner = step._runner = Captured(recipe, step._together, machine, step._record)
+    machine._extra.append(runner._counter)
+
+    def around_replay(run: Callable[[], Any]) -> Any:
+        """A replay runs no Python: put back what its stand-in counts, and hold the rates as a program does."""
+        counts = WindowCounts(recipe.parallel)
+        with runner._rates.in_place():
+            result = run()
+        counts.put_back()
+        return result
+
+    machine.around_replay = around_replay
+    return machine

@@ -56,3 +56,10 @@ def test_scaler_tensors() -> None:
     scaler.scale(torch.ones(1))
     scale, growth = private.scaler_tensors(scaler)
     assert (scale.item(), growth.item()) == (8.0, 0)
+
+
+def test_tracing_compiled_modules() -> None:
+    compiled = torch.compile(torch.nn.Linear(2, 2))
+    with private.tracing_compiled_modules():
+        graph = private.trace_program(compiled, [torch.ones(1, 2)])
+    torch.testing.assert_close(graph(torch.ones(1, 2)), compiled._orig_mod(torch.ones(1, 2)))

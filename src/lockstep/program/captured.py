@@ -28,6 +28,7 @@ from lockstep.program.batch import Batch, map_tensors
 from lockstep.program.cuda import Inbox, Machine, Mark, Recording
 from lockstep.program.guards import HostRandomness, ModuleGuard, memory_of, optimizer_settings, trains
 from lockstep.program.optimizers import Rates, keeps_python_state, move_step_counts
+from lockstep.program.places import shown
 from lockstep.program.reasons import takes_rate_as_tensor
 from lockstep.program.recipe import Recipe
 from lockstep.program.record import Record
@@ -92,7 +93,7 @@ class Captured:
         program = self._programs.get(key)
         can = program is not None or self._may_capture(key, batch)
         if self._recipe.parallel.is_joined:
-            self._record.fall_back("join() is for uneven inputs: ranks do different things in a step")
+            self._record.fall_back("join() is, or was, in use: ranks do different things in a step")
             return self._loop(tree, index, is_last, key)
         if not self._together.all_can(can, index):
             return self._loop(tree, index, is_last, key)
@@ -156,11 +157,9 @@ class Captured:
 
     def _note_refusal(self, key: Hashable, error: BaseException) -> None:
         first = error
-        while first.__context__ is not None:
+        while first.__context__ is not None:  # the end of a capture that broke raises once more
             first = first.__context__
-        text = str(first).strip().splitlines() or [""]
-        shown = str(first) if isinstance(first, Refused) else f"{type(first).__name__}: {text[0]}"
-        self._refuse(key, f"it cannot be captured: {shown}")
+        self._refuse(key, f"it cannot be captured: {first if isinstance(first, Refused) else shown(first)}")
 
     # ---------------------------------------------------------------- the loop
 

@@ -17,7 +17,7 @@ def why_not_captured(options: Options, parallel: Parallel) -> list[str]:
     device = parallel.device
     if device.type != "cuda":
         return [f"the model is on {device.type}; there are CUDA graphs on CUDA devices only"]
-    found = _why_no_program(parallel)
+    found = _why_no_program(parallel) + _optimizer_hooks(options)
     for wrapper in parallel.wrappers:
         transport = wrapper.step.reducer.transport
         if not transport.is_alone and transport.backend(device) != "nccl":
@@ -32,7 +32,7 @@ def why_not_captured(options: Options, parallel: Parallel) -> list[str]:
 
 def why_not_graph(options: Options, parallel: Parallel) -> list[str]:
     """Why the whole step cannot be one compiled program; empty if it may be tried."""
-    found = _why_no_program(parallel)
+    found = _why_no_program(parallel) + _optimizer_hooks(options)
     for optimizer in options.optimizers:
         if not _is_torchs(optimizer):
             found.append(f"{_name(optimizer)} is not one of torch's optimizers, and what it does in Python is unknown")
@@ -74,6 +74,11 @@ def _wrapper_reasons(wrapper: Any) -> list[str]:
         "buffers are synchronised by a hook": wrapper._parts.buffers.hook is not None,
     }
     return [reason for reason, applies in checks.items() if applies]
+
+
+def _optimizer_hooks(options: Options) -> list[str]:
+    hooked = [o for o in options.optimizers if torch_private.optimizer_has_hooks(o)]
+    return [f"hooks look at the steps of {_name(optimizer)}" for optimizer in hooked]
 
 
 def _hook_reason(wrapper: Any) -> list[str]:

@@ -267,7 +267,7 @@ def _plain_forwards(recipe: Recipe) -> Iterator[None]:
     for wrapper in wrappers:
         vars(wrapper)["forward"] = _plain_forward(wrapper)
     try:
-        with torch.compiler.set_stance("force_eager"):
+        with torch_private.tracing_compiled_modules():
             yield
     finally:
         for wrapper in wrappers:

@@ -16,6 +16,7 @@ from lockstep.program.batch import Batch, map_tensors
 from lockstep.program.deliver import Delivery, launch_early
 from lockstep.program.guards import HostRandomness, ModuleGuard, memory_of, optimizer_settings, trains
 from lockstep.program.optimizers import keeps_python_state
+from lockstep.program.places import shown
 from lockstep.program.recipe import Recipe
 from lockstep.program.record import Record
 from lockstep.program.together import Together
@@ -67,7 +68,7 @@ class Whole:
         recipe = self._recipe
         tree = recipe.moved(tree)
         if recipe.parallel.is_joined:
-            self._record.fall_back("join() is for uneven inputs: ranks do different things in a step")
+            self._record.fall_back("join() is, or was, in use: ranks do different things in a step")
             return self._loop(tree, index, is_last, None)
         batch = Batch.of(tree)
         key = self._key(batch, index, is_last)
@@ -78,7 +79,9 @@ class Whole:
             try:
                 program = self._programs[key] = self._make(batch, index, is_last)
             except Exception as error:
-                self._refuse(key, f"it cannot be one program: {_shown(error)}")
+                self._refuse(
+                    key, f"it cannot be one program: {error if isinstance(error, Untraceable) else shown(error)}"
+                )
                 return self._loop(tree, index, is_last, key)
         return self._run(program, batch, index, is_last)
 
@@ -219,10 +222,3 @@ class Whole:
 
 def _syncing(wrapper: Any, is_last: bool) -> Any:
     return torch.enable_grad() if is_last else wrapper.no_sync()
-
-
-def _shown(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    if isinstance(error, Untraceable):
-        return str(error)
-    return f"{type(error).__name__}: {lines[0]}"

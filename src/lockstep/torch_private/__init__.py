@@ -139,6 +139,7 @@ _NAMES_BY_PART = {
         "optimizer_has_hooks",
         "scaler_tensors",
         "trace_program",
+        "tracing_compiled_modules",
     ),
     "shards": (
         "dtensor_around",

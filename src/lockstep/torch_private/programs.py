@@ -14,6 +14,7 @@ __all__ = [
     "optimizer_has_hooks",
     "scaler_tensors",
     "trace_program",
+    "tracing_compiled_modules",
 ]
 
 
@@ -60,3 +61,15 @@ def optimizer_has_hooks(optimizer: torch.optim.Optimizer) -> bool:
 def scaler_tensors(scaler: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The scale of a GradScaler, and how many steps it has held; once it has scaled something."""
     return scaler._scale, scaler._growth_tracker
+
+
+@contextmanager
+def tracing_compiled_modules() -> Iterator[None]:
+    """Let modules that were compiled run as they were written while a program that calls them is traced.
+
+    Dynamo refuses to be traced, unless a setting of its own is off; it then calls the function that it was given.
+    """
+    import torch._dynamo
+
+    with torch._dynamo.config.patch(error_on_nested_fx_trace=False), torch.compiler.set_stance("force_eager"):
+        yield
