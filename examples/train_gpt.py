@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py  # the same through torch's launcher
     python examples/train_gpt.py                       # a world of one
     lockstep run --nproc 2 examples/train_gpt.py --compile
+    lockstep run --nproc 2 examples/train_gpt.py --step graph     # the whole step as one program; on a GPU: captured
     lockstep run --nproc 2 --max-restarts 3 examples/train_gpt.py --checkpoint out/checkpoints   # survives kill -9
 
 At the end it prints the plan, how much communication was exposed and a sample of the text the model writes,
@@ -127,6 +128,8 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--bucket-cap-mb", type=float, default=1.0, help="size of a bucket of gradients")
     parser.add_argument("--compile", action="store_true", help="compile the model; each bucket leaves inside its graph")
+    steps = ("auto", "loop", "compiled", "graph", "captured")
+    parser.add_argument("--step", choices=steps, default="auto", help="how lockstep.TrainStep runs the step")
     parser.add_argument("--checkpoint", type=Path, help="folder of checkpoints: save there, go on from the latest")
     parser.add_argument("--save-every", type=int, default=25, help="steps from one checkpoint to the next")
     parser.add_argument("--seed", type=int, default=0)
@@ -194,6 +197,10 @@ def resume(
     return loaded.step
 
 
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return model(*batch)
+
+
 def train(ddp: lockstep.DistributedDataParallel, data: Tensor, options: argparse.Namespace) -> Tensor:
     """The training loop; the loss of each step, as the mean over ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -202,6 +209,7 @@ def train(ddp: lockstep.DistributedDataParallel, data: Tensor, options: argparse
     generator = torch.Generator().manual_seed(options.seed + 1 + rank)
     offsets = torch.arange(options.context)
     losses = torch.zeros(options.steps, device=data.device)
+    train_step = lockstep.TrainStep(ddp, optimizer, loss_of, clip_norm=1.0, mode=options.step)
     first = resume(ddp, optimizer, generator, losses, options)
     reporter = Reporter(options.steps, rank)
     with reporter.showing():
@@ -211,18 +219,15 @@ def train(ddp: lockstep.DistributedDataParallel, data: Tensor, options: argparse
                 group["lr"] = learning_rate(step, options)
             starts = torch.randint(len(data) - options.context, (options.batch, 1), generator=generator)
             windows = (starts + offsets).to(data.device)
-            loss = ddp(data[windows], data[windows + 1])
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
-            optimizer.step()
-            losses[step] = loss.detach()
+            loss = losses[step] = train_step((data[windows], data[windows + 1]))
             num_tokens = world * options.batch * options.context
             reporter.step_done(step + 1, loss.item(), num_tokens / (time.perf_counter() - began))
             if options.checkpoint and (step + 1) % options.save_every == 0:
                 own = {"data": generator, "losses": losses}
                 lockstep.checkpoint.save(options.checkpoint, ddp, optimizer, step=step + 1, per_rank=own, keep=2)
     lockstep.checkpoint.wait()
+    if rank == 0:
+        print(f"\n{train_step.explain()}")
     dist.all_reduce(losses)
     return losses / world
 

@@ -33,6 +33,7 @@ class FakeMachine:
         self._extra = list(extra)
         self.num_records = self.num_replays = self.num_asides = 0
         self.places: list[str] = []
+        self.wrappers: list[Any] = []
         self.refusal: Exception | None = None
         self.around_replay: Callable[[Callable[[], Any]], Any] = lambda run: run()
 
@@ -55,12 +56,26 @@ class FakeMachine:
         grads = [None if p.grad is None else p.grad.detach() for p in self._model.parameters()]
         before += [(g, g.clone()) for g in grads if g is not None]
         randomness = torch.get_rng_state()
-        outputs = run()
+        with self._nothing_sent():
+            outputs = run()
         torch.set_rng_state(randomness)
         with torch.no_grad():
             for tensor, value in before:
                 tensor.copy_(value)
         return FakeRecording(self, run, outputs, grads), outputs
+
+    @contextmanager
+    def _nothing_sent(self) -> Iterator[None]:
+        """A capture runs no collective: ranks may capture at different times."""
+        reducers = [wrapper.step.reducer for wrapper in self.wrappers]
+        before = [reducer.exchange for reducer in reducers]
+        for reducer in reducers:
+            reducer.exchange = Silent(reducer.exchange)
+        try:
+            yield
+        finally:
+            for reducer, exchange in zip(reducers, before, strict=True):
+                reducer.exchange = exchange
 
     def inbox(self, tensors: Sequence[Tensor]) -> FakeInbox:
         return FakeInbox(tensors)
@@ -71,6 +86,19 @@ class FakeMachine:
     def read_later(self, counter: Tensor) -> Callable[[], int]:
         value = int(counter)
         return lambda: value
+
+
+class Silent:
+    """An exchange with nobody."""
+
+    def __init__(self, exchange: Any) -> None:
+        self.is_linear, self.keeps_order, self.name = exchange.is_linear, exchange.keeps_order, exchange.name
+        self.scale = exchange.scale
+
+    def start(self, bucket: Any, flat: Tensor, *, is_last: bool) -> Any:
+        from lockstep.engine.flight import Landed
+
+        return Landed()
 
 
 class FakeRecording:
@@ -116,6 +144,7 @@ def captured_on_a_stand_in(step: Any, setup: Any) -> FakeMachine:
 
     machine = FakeMachine(setup.module, setup.optimizers)
     recipe = step._recipe
+    machine.wrappers = recipe.parallel.wrappers
     if recipe.average is not None:
         machine._extra += recipe.average.values
     if setup.scaler is not None:

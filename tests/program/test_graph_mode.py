@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,10 +15,9 @@ from tests.program.loops import CASES, Mlp, assert_close, batch_of, by_hand, by_
 
 
 @pytest.fixture
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run programs as they were traced, operator by operator: what is tested is the program, not the compiler."""
     monkeypatch.setattr(torch_private, "compile_program", lambda graph, inputs: graph, raising=False)
-    yield
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "ddp"])
