@@ -67,6 +67,11 @@ class TiedGpt(nn.Module):
 MODELS: dict[str, type[nn.Module]] = {"mlp": Mlp, "cnn": Cnn, "dropping": Dropping, "gpt": TiedGpt}
 
 
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a sharded tensor; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def loss_of(model: Any, batch: Any) -> Any:
     output = model(batch["x"])
     return F.mse_loss(output, batch["y"]), output
@@ -139,7 +144,7 @@ class Setup:
     scaler: Any
 
     def tensors(self) -> dict[str, Tensor]:
-        found = {name: value.detach().clone() for name, value in self.module.state_dict().items()}
+        found = {name: local(value.detach()).clone() for name, value in self.module.state_dict().items()}
         if self.scaler is not None:
             found["scale"] = torch.tensor(self.scaler.get_scale())
         for index, optimizer in enumerate(self.optimizers):
@@ -192,11 +197,11 @@ def by_hand(case: Case, setup: Setup, rank: int = 0, num_updates: int = NUM_UPDA
             setup.scaler.update()
         with torch.no_grad():
             for name, value in averages.items():
-                value.lerp_(setup.module.get_parameter(name), 1 - options.get("average", 0.5))
+                local(value).lerp_(local(setup.module.get_parameter(name)), 1 - options.get("average", 0.5))
         for scheduler in setup.schedulers:
             scheduler.step()
     if "average" in options:
-        found |= {f"average of {name}": value for name, value in averages.items()}
+        found |= {f"average of {name}": local(value) for name, value in averages.items()}
     return found | setup.tensors()
 
 
@@ -227,8 +232,9 @@ def by_step(case: Case, setup: Setup, step: Any, rank: int = 0, num_updates: int
     if "average" in case.options:
         names = [name for name, _ in setup.module.named_parameters()]
         averaged = step.averaged_state_dict()
-        found |= {f"average of {name}": averaged[name] for name in names}
-        copy.deepcopy(setup.module).load_state_dict(averaged)
+        found |= {f"average of {name}": local(averaged[name]) for name in names}
+        if not hasattr(setup.module, "reshard"):  # a sharded module cannot be copied
+            copy.deepcopy(setup.module).load_state_dict(averaged)
     return found | setup.tensors()
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import torch_private
+from lockstep.engine.bucket import local_tensor
 from lockstep.state_dict import plain_key
 
 
@@ -29,7 +30,9 @@ class WeightAverage:
     def update(self) -> None:
         """Take the parameters in as they are now."""
         with torch.no_grad():
-            torch_private.foreach_lerp(self.values, [p.detach() for p in self._parameters], 1.0 - self.decay)
+            # Of a sharded model each rank averages what it holds.
+            mine, now = ([local_tensor(t.detach()) for t in part] for part in (self.values, self._parameters))
+            torch_private.foreach_lerp(mine, now, 1.0 - self.decay)
 
     def named(self) -> dict[str, Tensor]:
         """The averages alone, by name."""

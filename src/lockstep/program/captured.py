@@ -27,7 +27,7 @@ from lockstep.observe.timeline import now
 from lockstep.program.batch import Batch, map_tensors
 from lockstep.program.cuda import Inbox, Machine, Mark, Recording
 from lockstep.program.guards import HostRandomness, ModuleGuard, memory_of, optimizer_settings, trains
-from lockstep.program.optimizers import Rates, keeps_python_state, move_step_counts
+from lockstep.program.optimizers import Rates, keeps_python_state, load_kernels, move_step_counts
 from lockstep.program.places import shown
 from lockstep.program.reasons import takes_rate_as_tensor
 from lockstep.program.recipe import Recipe
@@ -79,6 +79,7 @@ class Captured:
         self._kept: list[Tensor] | None = None  # see [Note: gradients that stay]
         self._current: Program | None = None
         self._counter = torch.zeros((), dtype=torch.int64, device=recipe.parallel.device)
+        self._counter.add_(0)  # its kernel is loaded before it is captured
         self._num_counted = 0
         self._queue: deque[tuple[Mark, Mark, int]] = deque()
         self._unread: tuple[Mark, Callable[[], int], int] | None = None
@@ -159,7 +160,13 @@ class Captured:
         first = error
         while first.__context__ is not None:  # the end of a capture that broke raises once more
             first = first.__context__
-        self._refuse(key, f"it cannot be captured: {first if isinstance(first, Refused) else shown(first)}")
+        if isinstance(first, Refused):
+            self._refuse(key, f"it cannot be captured: {first}")
+            return
+        # What was captured before draws its random numbers from a generator that a broken capture may have spoilt.
+        self._never = f"it cannot be captured: {shown(first)}"
+        self._programs.clear()
+        self._record.fall_back(self._never)
 
     # ---------------------------------------------------------------- the loop
 
@@ -230,6 +237,7 @@ class Captured:
         move_step_counts(recipe.options.optimizers)
         if self._rates is None:
             self._rates = Rates(recipe.options.optimizers, recipe.parallel.device)
+            load_kernels(recipe.options.optimizers, self._rates.tensors)
         if index == 0 and recipe.options.accumulate == 1:
             recipe.begin()
         elif index > 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, Protocol
 
@@ -79,9 +80,11 @@ class CudaMachine:
     def aside(self) -> Iterator[None]:
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
 
     @contextmanager
     def noting_waits(self) -> Iterator[list[str]]:
@@ -97,11 +100,12 @@ class CudaMachine:
                 torch.cuda.set_sync_debug_mode(before)
         for warning in caught:
             if _SYNC_WARNING in str(warning.message):
-                places.append(f"{warning.filename}:{warning.lineno}")
+                places.append(f"{Path(warning.filename).name}:{warning.lineno}")
             else:
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
     def record(self, run: Callable[[], Any]) -> tuple[Recording, Any]:
+        torch.clear_autocast_cache()  # copies of weights that were cast before are not the program's
         generator = torch.cuda.default_generators[self.device.index or 0]
         backup = generator.clone_state()
         graph = torch.cuda.CUDAGraph()

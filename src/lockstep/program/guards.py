@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 _PLAIN = (int, float, bool, str, type(None))
+# Of a group of parameters: what is no setting, or changes nothing in the result.
+_NO_SETTINGS = ("params", "initial_lr", "capturable")
 _address = methodcaller("data_ptr")
 
 
@@ -48,7 +50,7 @@ def optimizer_settings(optimizers: Sequence[torch.optim.Optimizer], *, with_rate
         tuple(
             (name, value if not isinstance(value, (list, tuple)) else tuple(value))
             for name, value in group.items()
-            if name not in ("params", "initial_lr") and (with_rates or name != "lr") and not isinstance(value, Tensor)
+            if name not in _NO_SETTINGS and (with_rates or name != "lr") and not isinstance(value, Tensor)
         )
         for optimizer in optimizers
         for group in optimizer.param_groups

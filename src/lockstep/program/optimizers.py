@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -63,6 +64,32 @@ def move_step_counts(optimizers: Sequence[torch.optim.Optimizer]) -> None:
                 moved = True
         for group in optimizer.param_groups if moved else ():
             group["capturable"] = True  # without it each parameter's count would be read by the host, one by one
+
+
+def load_kernels(optimizers: Sequence[torch.optim.Optimizer], rates: Sequence[Tensor]) -> None:
+    """Run stand-ins of optimizers on a few numbers, with rates as tensors.
+
+    Kernels are loaded when they are first used, which had better not be inside a capture; and those that take a rate
+    as a tensor have not been used before.
+    """
+    following = iter(rates)
+    for optimizer in optimizers:
+        if not takes_rate_as_tensor(optimizer):
+            continue
+        stand_in: Any = object.__new__(type(optimizer))
+        own = {"_warned_capturable_if_run_uncaptured": True}
+        vars(stand_in).update({name: value for name, value in vars(optimizer).items() if name != "step"} | own)
+        stand_in.state, stand_in.param_groups = defaultdict(dict), []
+        for group in optimizer.param_groups:
+            rate = next(following)
+            kinds = {(p.dtype, p.device): p for p in group["params"]}
+            dummies = [torch.zeros(2, dtype=dtype, device=device) for dtype, device in kinds]
+            for dummy in dummies:
+                dummy.grad = torch.zeros_like(dummy)
+            changed = {**group, "params": dummies, "lr": rate}
+            stand_in.param_groups.append({**changed, "capturable": True} if "capturable" in group else changed)
+        for _ in range(2):
+            type(optimizer).step(stand_in)
 
 
 def keeps_python_state(optimizers: Sequence[torch.optim.Optimizer]) -> str:

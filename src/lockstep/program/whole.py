@@ -15,7 +15,7 @@ from lockstep import torch_private
 from lockstep.program.batch import Batch, map_tensors
 from lockstep.program.deliver import Delivery, launch_early
 from lockstep.program.guards import HostRandomness, ModuleGuard, memory_of, optimizer_settings, trains
-from lockstep.program.optimizers import keeps_python_state
+from lockstep.program.optimizers import keeps_python_state, move_step_counts
 from lockstep.program.places import shown
 from lockstep.program.recipe import Recipe
 from lockstep.program.record import Record
@@ -163,6 +163,7 @@ class Whole:
 
     def _make(self, batch: Batch, index: int, is_last: bool) -> GraphProgram:
         recipe = self._recipe
+        move_step_counts(recipe.options.optimizers)
         whole = WholeStep(recipe, batch, self._delivery, index, is_last)
         inputs = whole.inputs(batch.tensors, self._rates, self._sums())
         randomness, numbers = HostRandomness(), self._guard.values()
