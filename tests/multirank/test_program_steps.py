@@ -78,6 +78,28 @@ def test_auto_says_that_gloo_is_not_captured() -> None:
 # ---------------------------------------------------------------- ranks that differ
 
 
+def read_the_rank() -> str:
+    import lockstep
+    from tests.program.loops import CASES, batch_of, loss_of, set_up
+
+    uncompiled()
+    setup = set_up(CASES["mlp"], wrap)
+
+    def loss(model: Any, batch: Any) -> Any:
+        return loss_of(model, batch)[0] * (1.0 + dist.get_rank())
+
+    step = lockstep.TrainStep(setup.model, setup.optimizers, loss, mode="graph")
+    for index in range(3):
+        step(batch_of(index))
+    dist.barrier()
+    return str(step.explain())
+
+
+def test_a_rank_that_is_baked_into_a_program_is_named() -> None:
+    for text in run_ranks(3, read_the_rank, preload=PRELOAD):
+        assert text.count("rank is baked in at test_program_steps.py:") == 1
+
+
 def fall_back_on_one_rank() -> None:
     """One rank cannot make a program (its batches are of ever new shapes); the others do, and all stay in step."""
     from tests.program.loops import CASES, assert_close, batch_of, make_step, set_up

@@ -11,8 +11,8 @@ their stamps, communication hooks run.  What comes back is the reducer's own buf
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Sequence
-from itertools import count
 from typing import Any
 
 import torch
@@ -27,8 +27,15 @@ _library = torch.library.Library("lockstep", "FRAGMENT")
 _library.define("program_launch(Tensor[] grads, int program, int bucket) -> Tensor", tags=_TAGS)
 _library.define("program_collect(Tensor[] tokens, int program) -> Tensor[]", tags=_TAGS)
 
-_serials = count()
 _deliveries: weakref.WeakValueDictionary[int, Delivery] = weakref.WeakValueDictionary()
+
+
+def _serial(name: str) -> int:
+    """A number that stands in the program, so it must be the same on all ranks: by the wrapper's name on the board."""
+    number = zlib.crc32(name.encode())
+    while number in _deliveries:
+        number += 1
+    return number
 
 
 class Delivery:
@@ -36,8 +43,7 @@ class Delivery:
 
     def __init__(self, wrapper: Any) -> None:
         self._step = wrapper.step
-        # By order of making, which is the same on all ranks: it stands in the program.
-        self.serial = next(_serials)
+        self.serial = _serial(wrapper._peers.name)
         self._flats: list[Tensor] = []
         _deliveries[self.serial] = self
 

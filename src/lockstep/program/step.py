@@ -151,15 +151,18 @@ class TrainStep:
         """Say which mode runs, why, and what was made so far; after a step or two there is most to say."""
         record, runner = self._record, self._runner
         programs: list[str] = []
+        notes = list(record.notes)
         if isinstance(runner, Captured):
             programs = [f"batches of {p.shown}, replayed {p.num_replays} times" for p in runner.programs]
         elif isinstance(runner, Whole):
             programs = runner.shown()
+            places = runner.rank_is_baked_in_at()
+            notes += [f"rank is baked in at {place}: each rank has a program of its own" for place in places]
         return StepExplanation(
             asked=record.asked,
             runs=record.runs or "nothing yet; it is chosen in the first call",
             reasons=tuple(record.reasons),
-            notes=tuple(record.notes),
+            notes=tuple(notes),
             programs=tuple(programs),
             num_loop_calls=record.num_loop_calls,
             num_program_calls=record.num_replays + record.num_graph_calls,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep import torch_private
+from lockstep.graph.compare import compare, describe_program, differing_places, digest_of
 from lockstep.program.batch import Batch, map_tensors
 from lockstep.program.deliver import Delivery, launch_early
 from lockstep.program.guards import HostRandomness, ModuleGuard, memory_of, optimizer_settings, trains
@@ -36,6 +36,7 @@ class GraphProgram:
     digest: str
     graph: Any
     shown: str
+    differing_places: Callable[[], list[str]]  # where other ranks have other numbers in it
     num_runs: int = 0
 
 
@@ -178,9 +179,20 @@ class Whole:
         if changed:
             raise Untraceable(f"the step changes a number in Python: {', '.join(changed[:5])}")
         launch_early(graph)
-        digest = hashlib.sha256(str(graph.graph).encode()).hexdigest()
+        differing = self._compare(graph, batch, index, is_last)
         run = torch_private.compile_program(graph, inputs.flat())
-        return GraphProgram(whole, run, digest, graph, batch.shown())
+        return GraphProgram(whole, run, digest_of(graph), graph, batch.shown(), differing)
+
+    def _compare(self, graph: Any, batch: Batch, index: int, is_last: bool) -> Callable[[], list[str]]:
+        """Say so if another rank makes another program in the place of this one; returns where they differ."""
+        for wrapper in self._recipe.parallel.wrappers:
+            board = wrapper._peers.board
+            if board is not None:
+                facts = describe_program(graph, batch.shown())
+                kind = "update" if is_last else "first micro-step" if index == 0 else "micro-step"
+                key = compare(board, f"the {kind} of a train step", facts)
+                return lambda: differing_places(board, key, facts)
+        return list
 
     # ---------------------------------------------------------------- running it
 
@@ -215,6 +227,10 @@ class Whole:
             f"batches of {p.shown}, run {p.num_runs} times, {len(p.graph.graph.nodes)} operations, digest {p.digest}"
             for p in self._programs.values()
         ]
+
+    def rank_is_baked_in_at(self) -> list[str]:
+        """Places in the user's program where ranks have other numbers in their programs."""
+        return list(dict.fromkeys(place for p in self._programs.values() for place in p.differing_places()))
 
     @property
     def programs(self) -> list[GraphProgram]:
