@@ -56,15 +56,16 @@ def describe_graph(gm: fx.GraphModule, inputs: Sequence[Any], names: Mapping[int
     return facts
 
 
-def baked_numbers(gm: fx.GraphModule) -> Facts:
+def baked_numbers(gm: fx.GraphModule, otherwise: str = "") -> Facts:
     """The plain numbers in the calls of a graph, by the place in the user's program that made each call.
 
     What a rank asks of its process group while a graph is made (its rank, a coordinate) is such a number then.
+    ``otherwise`` is the place of calls of the user's for which no line is known.
     """
     found: dict[str, list[str]] = {}
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            place = place_of(node)
+            place = place_of(node) or (otherwise if node.meta.get("stack_trace") else "")
             if place and node.op.startswith("call_"):
                 name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
                 shown = [str(a) for a in (*node.args, *node.kwargs.values()) if not isinstance(a, fx.Node)]
@@ -73,9 +74,14 @@ def baked_numbers(gm: fx.GraphModule) -> Facts:
     return {_BAKED + place: " ".join(calls) for place, calls in found.items()}
 
 
-def describe_program(gm: fx.GraphModule, inputs: str) -> Facts:
-    """The facts of a whole step that was traced; ``inputs`` is what its batches are like."""
-    return {"input batch": inputs, **baked_numbers(gm), _ALL: f"graph {digest_of(gm)}", _REASON: ""}
+def describe_program(gm: fx.GraphModule, inputs: str, loss: Any) -> Facts:
+    """The facts of a whole step that was traced; ``inputs`` is what its batches are like.
+
+    A trace knows the lines of modules; of the loss function it knows only that it is there.
+    """
+    code = getattr(loss, "__code__", None)
+    place = f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}" if code is not None else "the loss function"
+    return {"input batch": inputs, **baked_numbers(gm, place), _ALL: f"graph {digest_of(gm)}", _REASON: ""}
 
 
 def digest_of(gm: fx.GraphModule) -> str:

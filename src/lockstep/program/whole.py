@@ -188,7 +188,7 @@ class Whole:
         for wrapper in self._recipe.parallel.wrappers:
             board = wrapper._peers.board
             if board is not None:
-                facts = describe_program(graph, batch.shown())
+                facts = describe_program(graph, batch.shown(), self._recipe.options.loss)
                 kind = "update" if is_last else "first micro-step" if index == 0 else "micro-step"
                 key = compare(board, f"the {kind} of a train step", facts)
                 return lambda: differing_places(board, key, facts)
