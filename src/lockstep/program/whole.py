@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lockstep import torch_private
 from lockstep.graph.compare import compare, describe_program, differing_places, digest_of
+from lockstep.graph.turns import take_turn
 from lockstep.program.batch import Batch, map_tensors
 from lockstep.program.deliver import Delivery, launch_early
 from lockstep.program.guards import HostRandomness, ModuleGuard, memory_of, optimizer_settings, trains
@@ -180,7 +181,10 @@ class Whole:
             raise Untraceable(f"the step changes a number in Python: {', '.join(changed[:5])}")
         launch_early(graph)
         differing = self._compare(graph, batch, index, is_last)
-        run = torch_private.compile_program(graph, inputs.flat())
+        # Ranks of a host take turns: the first one compiles, the others find its work in the cache.
+        wrappers = recipe.parallel.wrappers
+        around = take_turn if wrappers and wrappers[0]._peers.world > 1 else None
+        run = torch_private.compile_program(graph, inputs.flat(), around)
         return GraphProgram(whole, run, digest_of(graph), graph, batch.shown(), differing)
 
     def _compare(self, graph: Any, batch: Batch, index: int, is_last: bool) -> Callable[[], list[str]]:

@@ -44,12 +44,17 @@ def trace_program(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) 
     return traced(*inputs)
 
 
-def compile_program(graph: Any, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
-    """A graph below autograd, compiled by Inductor without guards; random numbers are those of the uncompiled step."""
-    from torch._inductor.compile_fx import compile_fx
+def compile_program(
+    graph: Any, inputs: Sequence[torch.Tensor], around: Callable[[Any, Callable[[], Any]], Any] | None = None
+) -> Callable[..., Any]:
+    """A graph below autograd, compiled by Inductor without guards; random numbers are those of the uncompiled step.
+
+    ``around(graph, compile)`` stands around the lowering; it returns what ``compile`` does.
+    """
+    from lockstep.torch_private.inductor import compile_with_inductor
 
     with torch.no_grad():
-        compiled: Any = compile_fx(graph, list(inputs), config_patches={"fallback_random": True})
+        compiled: Any = compile_with_inductor(None, graph, list(inputs), {"fallback_random": True}, around)
     return compiled
 
 
