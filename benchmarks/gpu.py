@@ -419,6 +419,81 @@ def _cold_step(name: str) -> Any:
         return run_ranks("gpu_shard:cold_step", {"name": name}, environments=environments, **where)[0]
 
 
+def program(wrappers: list[str], quick: bool) -> dict[str, Any]:
+    """TrainStep: parameters after 20 steps against a loop by hand, then the step times of two GPTs, and peak memory."""
+    from gpu_program import CASES, GRAPH_CASES, SUBJECTS
+
+    one = {"num_ranks": 1, "backend": BACKEND}
+    results: dict[str, Any] = {"checks": []}
+    names = list(CASES)
+    parts = [("captured", names[0::2]), ("captured", names[1::2]), ("graph", list(GRAPH_CASES))]
+    with tempfile.TemporaryDirectory() as folder:
+        files = [str(Path(folder, f"part{index}")) for index in range(len(parts))]
+        jobs: dict[Any, Callable[[], Any]] = {}
+        for (mode, members), file in zip(parts, files, strict=True):
+            options = {"names": members, "mode": mode, "progress": file}
+            jobs[file] = partial(
+                _or_error, lambda o=options: run_ranks("gpu_program:check", o, **one, time_limit=170)[0]
+            )
+        for file, failure in _side_by_side(jobs).items():
+            if failure is not None:
+                print(f"a part of the checks broke: {failure}")
+            lines = Path(file).read_text().splitlines() if Path(file).exists() else []
+            results["checks"] += [json.loads(line) for line in lines]
+    rows = []
+    for entry in results["checks"]:
+        worst = entry.get("worst", ["", 0.0])
+        state = "ok" if entry["ok"] else "RAISED" if "raised" in entry else "WRONG"
+        differ = f"{entry.get('different', '')} of {entry.get('of', '')}"
+        rows.append([f"{entry['mode']}: {entry['case']}", state, differ, f"{worst[1]:.1e} {worst[0]}"])
+    title = "TrainStep after 20 steps against a loop by hand: parameters, buffers, averages, losses"
+    print_table(title, ["case", "", "not the same bits", "largest relative error"], rows)
+    for entry in results["checks"]:
+        if not entry["ok"]:
+            print(f"{entry['mode']}: {entry['case']}:\n{entry.get('trace') or entry.get('explained', '')}\n")
+    sys.stdout.flush()
+    for size in ("22 M", "191 M"):
+        options = {
+            "size": size,
+            "names": list(SUBJECTS),
+            "num_rounds": 4 if quick else 12,
+            "num_steps": 20 if size == "22 M" else 5,
+        }
+        answer = _or_error(lambda o=options: run_ranks("gpu_program:times", o, **one, time_limit=170)[0])
+        results[size] = answer
+        if isinstance(answer, str):
+            print(f"times of {size}: {answer}")
+            continue
+        base = "reduce-overhead alone" if size == "22 M" else "compiled alone"
+        ratios = summarise(answer["times"], base) if base in answer["times"] else {}
+        rows = [
+            [
+                name,
+                Spread.of([1000 * t for t in values]).text(3),
+                f"{1000 * sorted(answer['host_times'][name])[1]:.3f}",
+                spread_of(ratios[name]["ratio"]).text() if ratios else "",
+            ]
+            for name, values in answer["times"].items()
+        ]
+        answer["ratios"] = ratios
+        print_table(
+            f"step of a GPT of {size}, bf16 autocast", ["subject", "ms", "ms on the host", f"over {base}"], rows
+        )
+        for name, text in [*answer["notes"].items(), *answer["failed"].items()]:
+            print(f"{name}: {text}")
+        sys.stdout.flush()
+    jobs = {
+        name: partial(
+            _or_error,
+            lambda n=name: run_ranks("gpu_program:peak_memory", {"size": "191 M", "name": n}, **one, time_limit=120)[0],
+        )
+        for name in ("compiled alone", "lockstep compiled", "lockstep captured")
+    }
+    results["peaks"] = _side_by_side(jobs)
+    print(f"peak memory of 191 M: {results['peaks']}")
+    return results
+
+
 def _or_error(job: Callable[[], Any]) -> Any:
     try:
         return job()
@@ -439,6 +514,7 @@ PARTS: dict[str, Callable[[list[str], bool], dict[str, Any]]] = {
     "compiled_reduce_overhead": compiled_reduce_overhead,
     "faults": faults,
     "before": before,
+    "program": program,
 }
 
 

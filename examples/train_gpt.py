@@ -5,6 +5,7 @@
     python examples/train_gpt.py                       # a world of one
     lockstep run --nproc 2 examples/train_gpt.py --compile
     lockstep run --nproc 2 examples/train_gpt.py --shard   # the model and its optimizer cut over the ranks
+    lockstep run --nproc 2 examples/train_gpt.py --step graph     # the whole step as one program; on a GPU: captured
     lockstep run --nproc 2 --max-restarts 3 examples/train_gpt.py --checkpoint out/checkpoints   # survives kill -9
 
 At the end it prints the plan, how much communication was exposed and a sample of the text the model writes,
@@ -130,6 +131,8 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--bucket-cap-mb", type=float, default=1.0, help="size of a bucket of gradients")
     parser.add_argument("--compile", action="store_true", help="compile the model; each bucket leaves inside its graph")
     parser.add_argument("--shard", action="store_true", help="cut the model over the ranks, one unit per block")
+    steps = ("auto", "loop", "compiled", "graph", "captured")
+    parser.add_argument("--step", choices=steps, default="auto", help="how lockstep.TrainStep runs the step")
     parser.add_argument("--checkpoint", type=Path, help="folder of checkpoints: save there, go on from the latest")
     parser.add_argument("--save-every", type=int, default=25, help="steps from one checkpoint to the next")
     parser.add_argument("--seed", type=int, default=0)
@@ -197,6 +200,10 @@ def resume(
     return loaded.step
 
 
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return model(*batch)
+
+
 def train(ddp: Any, called: nn.Module, data: Tensor, options: argparse.Namespace) -> Tensor:
     """The training loop; the loss of each step, as the mean over ranks.  A run that is stopped has fewer of them.
 
@@ -208,6 +215,7 @@ def train(ddp: Any, called: nn.Module, data: Tensor, options: argparse.Namespace
     generator = torch.Generator().manual_seed(options.seed + 1 + rank)
     offsets = torch.arange(options.context)
     losses = torch.zeros(options.steps, device=data.device)
+    train_step = lockstep.TrainStep(called, optimizer, loss_of, clip_norm=1.0, mode=options.step)
     first = resume(ddp, optimizer, generator, losses, options)
     reporter = Reporter(options.steps, rank)
     with reporter.showing():
@@ -217,12 +225,7 @@ def train(ddp: Any, called: nn.Module, data: Tensor, options: argparse.Namespace
                 group["lr"] = learning_rate(step, options)
             starts = torch.randint(len(data) - options.context, (options.batch, 1), generator=generator)
             windows = (starts + offsets).to(data.device)
-            loss = called(data[windows], data[windows + 1])
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
-            optimizer.step()
-            losses[step] = loss.detach()
+            loss = losses[step] = train_step((data[windows], data[windows + 1]))
             num_tokens = world * options.batch * options.context
             reporter.step_done(step + 1, loss.item(), num_tokens / (time.perf_counter() - began))
             ends = lockstep.stopping()  # the same answer on all ranks, at the same step
@@ -233,6 +236,8 @@ def train(ddp: Any, called: nn.Module, data: Tensor, options: argparse.Namespace
                 losses = losses[: step + 1]
                 break
     lockstep.checkpoint.wait()
+    if rank == 0:
+        print(f"\n{train_step.explain()}")
     dist.all_reduce(losses)
     return losses / world
 

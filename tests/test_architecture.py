@@ -34,6 +34,7 @@ ALLOWED = {
     "torch_private": set(),
     "version": set(),
     "shard": {"plan", "engine", "agree", "observe"},
+    "program": {"ddp", "shard", "graph", "plan", "engine", "agree", "observe", "state_dict"},
     "ddp": {"graph", "plan", "engine", "agree", "observe", "state_dict"},
 }
 COMMON = {"errors", "settings", "torch_private", "version"}
@@ -100,6 +101,7 @@ def test_the_public_names_are_frozen() -> None:
         "FullyShardedDataParallel",
         "Plan",
         "Timeline",
+        "TrainStep",
         "__version__",
         "checkpoint",
         "compile",

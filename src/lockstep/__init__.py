@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lockstep.observe.report import write_report
     from lockstep.observe.timeline import Timeline
     from lockstep.plan import Plan
+    from lockstep.program import TrainStep
     from lockstep.shard import FullyShardedDataParallel, fully_shard
     from lockstep.state_dict import unwrap
 
@@ -33,6 +34,7 @@ __all__ = [
     "FullyShardedDataParallel",
     "Plan",
     "Timeline",
+    "TrainStep",
     "__version__",
     "checkpoint",
     "compile",
@@ -55,6 +57,7 @@ _MODULE_OF = {
     "FullyShardedDataParallel": "lockstep.shard",
     "Plan": "lockstep.plan",
     "Timeline": "lockstep.observe.timeline",
+    "TrainStep": "lockstep.program",
     "checkpoint": "lockstep.checkpoint",
     "compile": "lockstep.compiling",
     "data": "lockstep.data",

@@ -197,3 +197,14 @@ def test_node_metadata() -> None:
     node = (torch.ones(1, requires_grad=True) * 2).grad_fn
     private.node_metadata(node)["key"] = 1
     assert private.node_metadata(node)["key"] == 1
+
+
+def test_has_hooks() -> None:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    assert not private.has_hooks(parameter, num_ours=0)
+    after = parameter.register_post_accumulate_grad_hook(lambda p: None)
+    assert private.has_hooks(parameter, num_ours=0)
+    assert not private.has_hooks(parameter, num_ours=1)
+    after.remove()
+    parameter.register_hook(lambda gradient: None)
+    assert private.has_hooks(parameter, num_ours=1)

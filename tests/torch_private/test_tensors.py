@@ -76,3 +76,15 @@ def test_foreach_mul() -> None:
     tensors = [torch.ones(2), torch.ones(1)]
     private.foreach_mul(tensors, 0.5)
     assert [t.sum().item() for t in tensors] == [1.0, 0.5]
+
+
+def test_foreach_lerp() -> None:
+    tensors = [torch.zeros(2), torch.zeros(3)]
+    private.foreach_lerp(tensors, [torch.ones(2), torch.ones(3)], 0.25)
+    assert [t.sum().item() for t in tensors] == [0.5, 0.75]
+
+
+def test_foreach_zero() -> None:
+    tensors = [torch.ones(2), torch.ones(3)]
+    private.foreach_zero(tensors)
+    assert [t.sum().item() for t in tensors] == [0.0, 0.0]

@@ -28,6 +28,8 @@ class Closing:
         self.is_collecting = False
         self._waited_before = 0.0  # in the window before this one
         self._marks: Sequence[int] = ()  # what ranks saw in their gradients, see nonfinite.py
+        # Ranks have compared this window already, before it began (program/together.py).
+        self.is_compared = False
 
     def close(self) -> None:
         """Compare with the other ranks, collect everything, hand it out."""
@@ -38,7 +40,7 @@ class Closing:
         else:
             self._collect_all(self._remaining(bits))
         self._waited_before = reducer.timeline.waited_seconds
-        if any(self._marks):
+        if any(self._marks) or reducer.finiteness.is_episode:
             reducer.finiteness.judge(self._marks, reducer.rank, reducer.timeline.step, reducer.buckets)
             if self._step.intake.context_gradients is None:
                 reducer.finiteness.drop(reducer.slots)
@@ -50,6 +52,8 @@ class Closing:
         reducer = self._step.reducer
         bits = self._own_bits()
         used = self.local_used_counts() if self._asks_for_used() else None
+        if self.is_compared:
+            return self._unite_compared(bits, used)
         waited_us = int(1e6 * self._waited_before)
         mark = reducer.finiteness.mark(self._step.num_windows)
         if self.union.control is None:
@@ -71,6 +75,15 @@ class Closing:
         if self._step.kind is Kind.FOLLOW_UP:
             return _bits(slot.position for slot in self._step.reducer.slots if slot.ready)
         return _bits(bucket.index for bucket in self._step.intake.remainders)
+
+    def _unite_compared(self, bits: int, used: list[int] | None) -> int:
+        """In a step that ranks compared before it began: nothing is exchanged, nor asked of a GPU that may capture."""
+        self._marks = ()
+        if self._step.reducer.world == 1:
+            return self._unite_alone(bits, used)
+        if bits:
+            raise errors.late_gradient(_names_of(self._step.intake.remainders), rank=self._step.reducer.rank, hook="")
+        return 0
 
     def _unite_alone(self, bits: int, used: list[int] | None) -> int:
         """In a world of one, or where ranks have no way to tell each other anything but gradients."""

@@ -34,6 +34,11 @@ _ONE_COLLECTIVE = (
 )
 
 
+def has_one_collective(hook: CommHook) -> bool:
+    """Whether this is one of torch's hooks that start one collective, and keep nothing from step to step."""
+    return any(hook is known for known in _ONE_COLLECTIVE)
+
+
 class Exchange(Protocol):
     # Whether the exchange of a sum is the sum of the exchanges: what came late may then be exchanged by itself.
     is_linear: bool
@@ -91,7 +96,7 @@ class HookExchange:
     def __init__(self, transport: Transport, state: Any, hook: CommHook, name: str) -> None:
         self._transport = transport
         self.state, self.hook, self.name = state, hook, name
-        self.keeps_order = bool(getattr(hook, "keeps_order", False)) or any(hook is h for h in _ONE_COLLECTIVE)
+        self.keeps_order = bool(getattr(hook, "keeps_order", False)) or has_one_collective(hook)
 
     def scale(self, like: Tensor) -> float:
         return 1.0

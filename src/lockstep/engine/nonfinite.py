@@ -44,9 +44,10 @@ class Finiteness:
     def __init__(self, policy: Policy = "warn") -> None:
         self.policy: Policy = policy
         self.drops = False  # the gradients of this window are not to be used
-        self._is_episode = False
+        self.is_episode = False
         self._bad: list[int] = []  # buckets of this window in which this rank saw it
         self._sums: Tensor | None = None  # of this window, on the device
+        self._captured: Tensor | None = None  # where captured programs write theirs
         self._pending: deque[tuple[int, Tensor, Any]] = deque()  # window, sums on the host, the event they come with
 
     @property
@@ -72,14 +73,28 @@ class Finiteness:
             # A sum is an order of magnitude faster than isfinite, and only a sum that is not finite needs the latter.
             if not math.isfinite(_sum(values)) and not bool(values.isfinite().all()):
                 self._bad.append(bucket.index)
-        elif values.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        elif values.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if self._captured is not None:
+                torch.sum(values, dim=0, dtype=torch.float32, out=self._captured[bucket.index])
+        elif values.device.type == "cuda":
             if self._sums is None or self._sums.device != values.device:
                 self._sums = torch.zeros(num_buckets, dtype=torch.float32, device=values.device)
             torch.sum(values, dim=0, dtype=torch.float32, out=self._sums[bucket.index])
 
+    def prepare_capture(self, num_buckets: int, device: torch.device) -> None:
+        """Make room for what a captured program sees."""
+        if self.policy != "ignore" and (self._captured is None or len(self._captured) != num_buckets):
+            self._captured = torch.zeros(num_buckets, dtype=torch.float32, device=device)
+
+    def note_replay(self, window: int) -> None:
+        """A captured program has been launched: what it sees is read when it is there."""
+        if self._captured is not None:
+            self._queue(window, self._captured)
+
     def mark(self, window: int) -> int:
         """What this rank tells the others at the end of a window: a number, 0 where there is nothing to tell."""
         bad, lag = self._bad, 0
+        self._bad = []
         if self._sums is not None or self._pending:
             bad, lag = self._read_device(window, bad)
         if not bad:
@@ -88,11 +103,7 @@ class Finiteness:
 
     def _read_device(self, window: int, bad: list[int]) -> tuple[list[int], int]:
         if self._sums is not None:
-            host = torch.empty(self._sums.shape, dtype=torch.float32, pin_memory=True)
-            host.copy_(self._sums, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self._sums.device))
-            self._pending.append((window, host, event))
+            self._queue(window, self._sums)
             self._sums = None
         if self.waits or len(self._pending) > _MAX_PENDING:
             self._pending[-1][2].synchronize()
@@ -103,19 +114,26 @@ class Finiteness:
                 return found, max(0, window - number)
         return bad, 0
 
+    def _queue(self, window: int, sums: Tensor) -> None:
+        host = torch.empty(sums.shape, dtype=torch.float32, pin_memory=True)
+        host.copy_(sums, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(sums.device))
+        self._pending.append((window, host, event))
+
     # ---------------------------------------------------------------- what all ranks do about it
 
     def judge(self, marks: Sequence[int], rank: int, step: int, buckets: Sequence[LiveBucket]) -> None:
         """After the window's gradients are there: warn, raise or drop them, by what all ranks have told."""
         ranks = [r for r, mark in enumerate(marks) if mark & _SEEN]
         if not ranks or any(mark & _SCALED for mark in marks):
-            self._is_episode = self._is_episode and bool(ranks)
+            self.is_episode = self.is_episode and bool(ranks)
             return
         first = marks[ranks[0]]
         lag = first >> _LAG_SHIFT
         index = (first >> _BUCKET_SHIFT) & ((1 << (_LAG_SHIFT - _BUCKET_SHIFT)) - 1)
         self.drops = self.policy == "skip"
-        if self.policy == "raise" or not self._is_episode:
+        if self.policy == "raise" or not self.is_episode:
             names = _names([slot for bucket in buckets for slot in bucket.slots]) if lag == 0 else []
             where = ", ".join(names[:_MOST_NAMES]) + (f", ... ({len(names)})" if len(names) > _MOST_NAMES else "")
             if not where and index < len(buckets):
@@ -139,7 +157,7 @@ class Finiteness:
                     else "nonfinite='raise' stops there, 'skip' leaves such steps out everywhere, 'ignore' is silent."
                 )
                 logger.warning("%s %s", text, more)
-        self._is_episode = True
+        self.is_episode = True
 
     def drop(self, slots: Sequence[Slot]) -> None:
         """Take the gradients of this window away, where they are not to be used."""

@@ -28,7 +28,7 @@ from lockstep.engine.feeders.graph import Region
 from lockstep.engine.registry import slot_of
 from lockstep.engine.step import SyncStep
 from lockstep.graph import joint
-from lockstep.graph.compare import compare, describe_graph
+from lockstep.graph.compare import compare, describe_graph, differing_places
 from lockstep.graph.joint import GraphRecord, Group, Member
 from lockstep.graph.split import SplitOptimizer
 from lockstep.graph.turns import take_turn
@@ -102,7 +102,9 @@ class OverlapCompiler:
             backend=str(getattr(backend, "__name__", type(backend).__name__)),
             settings=f"overlap {record.strategy} {record.key()}, options {sorted(options.items())}",
         )
-        compare(self._board, record.region, facts)
+        key = compare(self._board, record.region, facts)
+        board = self._board
+        record.differing_places = lambda: differing_places(board, key, facts)
 
     def _compile_as_it_is(self, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """By the user's backend, nothing put into the graph (a whole one, or a part of a split one); but in turn."""

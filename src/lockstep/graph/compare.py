@@ -26,6 +26,8 @@ logger = logging.getLogger("lockstep")
 _OF_THIS_PROCESS = re.compile(r" at 0x[0-9a-fA-F]+|(?<=[a-z]):\d+|, index=\d+|(kernel|constant_args)_idx: \d+")
 _ALL = "constants or the order of operations"  # differs where anything does, and is told where nothing else does
 _REASON = "compiled again because"
+_BAKED = "numbers of the host at "  # and the place in the program that put them into the graph
+_PLACE = re.compile(r'File "([^"]+)", line (\d+)')
 _MAX_SECTIONS = 8
 
 # What differs, as people call it, and its value: {"input x": "[4, 6] float32", "operation relu": "2 times", ...}
@@ -44,6 +46,7 @@ def describe_graph(gm: fx.GraphModule, inputs: Sequence[Any], names: Mapping[int
             facts[f"input {torch_private.graph_input_name(node)}"] = _readable(value)
     calls = [node.target for node in gm.graph.nodes if node.op.startswith("call_")]
     counts = Counter(c if isinstance(c, str) else getattr(c, "__name__", str(c)) for c in calls)
+    facts |= baked_numbers(gm)
     facts |= parameters | {f"operation {name}": f"{times} times" for name, times in counts.items()}
     exact += [str(module.graph) for module in gm.modules() if isinstance(module, fx.GraphModule)]
     text = _OF_THIS_PROCESS.sub("", "\n".join(exact))
@@ -51,6 +54,65 @@ def describe_graph(gm: fx.GraphModule, inputs: Sequence[Any], names: Mapping[int
     facts[_ALL] = f"graph {hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
     facts[_REASON] = torch_private.recompile_reason()
     return facts
+
+
+def baked_numbers(gm: fx.GraphModule, otherwise: str = "") -> Facts:
+    """The plain numbers in the calls of a graph, by the place in the user's program that made each call.
+
+    What a rank asks of its process group while a graph is made (its rank, a coordinate) is such a number then.
+    ``otherwise`` is the place of calls of the user's for which no line is known.
+    """
+    found: dict[str, list[str]] = {}
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            place = place_of(node) or (otherwise if node.meta.get("stack_trace") else "")
+            if place and node.op.startswith("call_"):
+                name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+                shown = [str(a) for a in (*node.args, *node.kwargs.values()) if not isinstance(a, fx.Node)]
+                numbers = [_OF_THIS_PROCESS.sub("", text) for text in shown]
+                found.setdefault(place, []).append(f"{name}({', '.join(numbers)})")
+    return {_BAKED + place: " ".join(calls) for place, calls in found.items()}
+
+
+def describe_program(gm: fx.GraphModule, inputs: str, loss: Any) -> Facts:
+    """The facts of a whole step that was traced; ``inputs`` is what its batches are like.
+
+    A trace knows the lines of modules; of the loss function it knows only that it is there.
+    """
+    code = getattr(loss, "__code__", None)
+    place = f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}" if code is not None else "the loss function"
+    return {"input batch": inputs, **baked_numbers(gm, place), _ALL: f"graph {digest_of(gm)}", _REASON: ""}
+
+
+def digest_of(gm: fx.GraphModule) -> str:
+    """Stands for all of a graph, without what only its own process has."""
+    return hashlib.sha256(_OF_THIS_PROCESS.sub("", str(gm.graph)).encode()).hexdigest()
+
+
+def place_of(node: fx.Node) -> str:
+    """Where in a program a call was made, as ``model.py:31``; the innermost line that is not torch's."""
+    lines = _PLACE.findall(node.meta.get("stack_trace") or "")
+    users = [(file, line) for file, line in lines if "/torch/" not in file and "/lockstep/" not in file]
+    return f"{users[-1][0].rsplit('/', 1)[-1]}:{users[-1][1]}" if users else ""
+
+
+def differing_places(board: Board, key: str, mine: Facts) -> list[str]:
+    """Where other ranks' graphs have other numbers in the place of this one's; of ranks that have told theirs."""
+    found = []
+    for rank in range(board.world):
+        text = board.read(f"{key}/of rank {rank}") if rank != board.rank else None
+        theirs: Facts = json.loads(text) if text else mine
+        if _inputs(theirs) != _inputs(mine):
+            continue  # other shapes make other numbers
+        for fact in dict.fromkeys([*mine, *theirs]):
+            place = fact.removeprefix(_BAKED)
+            if place != fact and mine.get(fact) != theirs.get(fact) and place not in found:
+                found.append(place)
+    return found
+
+
+def _inputs(facts: Facts) -> Facts:
+    return {name: value for name, value in facts.items() if name.startswith("input ")}
 
 
 def _readable(value: Tensor) -> str:
@@ -83,10 +145,15 @@ def difference(facts: Mapping[int, Facts]) -> str:
     return "\n".join([*shown, f"{_REASON}:\n{rank_table(reasons)}"] if reasons else shown)
 
 
-def compare(board: Board, region: str, mine: Facts) -> None:
-    """Warn, once for a region, if another rank came to its n-th compilation of the region with another graph."""
+def compare(board: Board, region: str, mine: Facts) -> str:
+    """Warn, once for a region, if another rank came to its n-th compilation of the region with another graph.
+
+    Returns the key under which ranks find what the others compiled in its place.
+    """
     number = board.count(f"compile/{region}/times on rank {board.rank}")
-    told = board.post_first(f"compile/{region}/{number}", json.dumps([board.rank, mine]))
+    key = f"compile/{region}/{number}"
+    board.post(f"{key}/of rank {board.rank}", json.dumps(mine))
+    told = board.post_first(key, json.dumps([board.rank, mine]))
     rank, theirs = json.loads(told)
     table = difference({rank: theirs, board.rank: mine})
     if table and board.count(f"compile/{region}/warnings on rank {board.rank}") == 1:
@@ -96,3 +163,4 @@ def compare(board: Board, region: str, mine: Facts) -> None:
             region,
             table,
         )
+    return key

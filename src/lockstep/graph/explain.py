@@ -50,6 +50,7 @@ class Explanation:
     predicted_exposed_seconds: float | None = None
     measured_exposed_seconds: float | None = None
     plan: str = ""
+    rank_is_baked_in_at: tuple[str, ...] = ()  # places in the program where ranks have other numbers in their graphs
 
     @property
     def num_launches(self) -> int:
@@ -76,6 +77,9 @@ class Explanation:
         for why, left in by_reason.items():
             shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
             lines.append(f"left to the hooks ({why}): {shown}")
+        lines += [
+            f"rank is baked in at {place}: each rank has a graph of its own" for place in self.rank_is_baked_in_at
+        ]
         lines += [f"compiled, but never ran: {name}" for name in self.never_ran]
         if self.predicted_exposed_seconds is not None or self.measured_exposed_seconds is not None:
             lines.append(
@@ -112,6 +116,7 @@ def explain_graphs(
         None if prediction is None else prediction.exposed_seconds,
         measured_exposed,
         str(reducer.plan),
+        tuple(dict.fromkeys(place for record in records for place in record.differing_places())),
     )
 
 

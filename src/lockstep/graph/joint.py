@@ -8,7 +8,7 @@ backward graph when the compiler has finished with it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,7 @@ class GraphRecord:
     left_out: dict[str, str] = field(default_factory=dict)  # parameter name -> why hooks reduce it
     placements: list[Placement] = field(default_factory=list)
     num_backward_nodes: int = 0
+    differing_places: Callable[[], list[str]] = list  # where other ranks have other numbers in this graph
 
     def key(self) -> str:
         """Names the outcome for compile caches: another plan, or another way of putting launches, must not find it."""

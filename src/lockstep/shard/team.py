@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lockstep import errors
+from lockstep import errors, torch_private
 from lockstep.agree.board import Board, open_board
 from lockstep.agree.control import control_of
 from lockstep.agree.watch import Watch

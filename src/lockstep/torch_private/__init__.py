@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lockstep.torch_private.graphs import *
     from lockstep.torch_private.inductor import *
     from lockstep.torch_private.profiler import *
+    from lockstep.torch_private.programs import *
     from lockstep.torch_private.shards import *
     from lockstep.torch_private.tensors import *
 
@@ -37,6 +38,7 @@ _NAMES_BY_PART = {
         "engine_will_run",
         "gradient_accumulator",
         "graph_task_id",
+        "has_hooks",
         "hooks_after",
         "in_backward",
         "in_nested_backward",
@@ -131,6 +133,14 @@ _NAMES_BY_PART = {
         "inductor_setting",
     ),
     "profiler": ("RecordFunction",),
+    "programs": (
+        "as_if_compiling",
+        "compile_program",
+        "optimizer_has_hooks",
+        "scaler_tensors",
+        "trace_program",
+        "tracing_compiled_modules",
+    ),
     "shards": (
         "dtensor_around",
         "group_memory",
@@ -148,7 +158,9 @@ _NAMES_BY_PART = {
         "flatten_dense",
         "foreach_add",
         "foreach_copy",
+        "foreach_lerp",
         "foreach_mul",
+        "foreach_zero",
         "shard_of",
         "unflatten_dense",
     ),

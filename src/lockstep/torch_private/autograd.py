@@ -18,6 +18,7 @@ __all__ = [
     "engine_will_run",
     "gradient_accumulator",
     "graph_task_id",
+    "has_hooks",
     "hooks_after",
     "in_backward",
     "in_nested_backward",
@@ -55,6 +56,11 @@ def only_hooks_are_ours(parameters: Sequence[torch.Tensor]) -> bool:
         return not any(map(_hooks_before, parameters)) and set(map(len, map(hooks_after, parameters))) == {1}
     except TypeError:  # one of them has none at all
         return False
+
+
+def has_hooks(parameter: torch.Tensor, num_ours: int) -> bool:
+    """Whether anybody but us looks at this parameter's gradient on its way."""
+    return bool(_hooks_before(parameter)) or len(hooks_after(parameter) or ()) > num_ours
 
 
 def engine_will_run(node: Any) -> bool:

@@ -14,15 +14,19 @@ __all__ = [
     "flatten_dense",
     "foreach_add",
     "foreach_copy",
+    "foreach_lerp",
     "foreach_mul",
+    "foreach_zero",
     "shard_of",
     "unflatten_dense",
 ]
 
-# One kernel for many copies, products or sums; torch has no public names for them.
+# One kernel for many copies, products, sums or averages; torch has no public names for them.
 foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = torch._foreach_copy_
 foreach_mul: Callable[[list[torch.Tensor], float], Any] = torch._foreach_mul_
 foreach_add: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = torch._foreach_add_
+foreach_lerp: Callable[[list[torch.Tensor], list[torch.Tensor], float], Any] = torch._foreach_lerp_
+foreach_zero: Callable[[list[torch.Tensor]], Any] = torch._foreach_zero_
 
 # Another tensor on the memory of one (with sizes, strides, and an offset to its own), which autograd does not know as a
 # view of it; so methods such as detach_() work on it. As cheap as it gets, since it is made for every gradient in every

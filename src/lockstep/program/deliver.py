@@ -1,0 +1,160 @@
+"""How a program of the whole step reaches the reducer: one operator per bucket on the way out, one on the way back.
+
+    program_launch(grads, program, bucket) -> token      the gradients of a bucket are there
+    program_collect(tokens, program) -> flats            ranks compare the window; the reduced buckets
+
+They are opaque to the compiler, and feed the same step as everything else: buckets leave in plan order, ranks compare
+their stamps, communication hooks run.  What comes back is the reducer's own buffers, which the program uses up; so
+``.grad`` stays empty.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep import torch_private
+from lockstep.engine.bucket import LiveBucket
+from lockstep.engine.step_guard import before_update
+
+_TAGS = (torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe, torch.Tag.pt2_compliant_tag)
+_library = torch.library.Library("lockstep", "FRAGMENT")
+_library.define("program_launch(Tensor[] grads, int program, int bucket) -> Tensor", tags=_TAGS)
+_library.define("program_collect(Tensor[] tokens, int program) -> Tensor[]", tags=_TAGS)
+
+_deliveries: weakref.WeakValueDictionary[int, Delivery] = weakref.WeakValueDictionary()
+
+
+def _serial(name: str) -> int:
+    """A number that stands in the program, so it must be the same on all ranks: by the wrapper's name on the board."""
+    number = zlib.crc32(name.encode())
+    while number in _deliveries:
+        number += 1
+    return number
+
+
+class Delivery:
+    """The way of one wrapped model's gradients out of a program, and back into it."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._step = wrapper.step
+        self.serial = _serial(wrapper._peers.name)
+        self._flats: list[Tensor] = []
+        _deliveries[self.serial] = self
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether anything is to be sent: not by a rank that is alone."""
+        reducer = self._step.reducer
+        return not (reducer.transport.is_alone and reducer.exchange is reducer.mean)
+
+    # ---------------------------------------------------------------- in the trace
+
+    def reduced(self, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Put the reduction into a program: gradients by ``id`` of their parameter, local ones in, the mean out."""
+        buckets = self._step.reducer.buckets
+        tokens = [
+            torch.ops.lockstep.program_launch(
+                [gradients[id(slot.leaf)] for slot in bucket.slots], self.serial, bucket.index
+            )
+            for bucket in buckets
+        ]
+        flats = torch.ops.lockstep.program_collect(tokens, self.serial)
+        found: dict[int, Tensor] = {}
+        for bucket, flat in zip(buckets, flats, strict=True):
+            for slot in bucket.slots:
+                part = flat.as_strided(slot.shape, slot.stride, slot.offset)
+                found[id(slot.leaf)] = part.to(slot.parameter.dtype)
+        return found
+
+    def empty_flats(self) -> list[Tensor]:
+        """What ``program_collect`` will return, without content."""
+        memory = self._step.reducer.memory
+        return [
+            torch.empty(b.spec.num_elements, dtype=memory.travel_dtype(b), device=b.parameters[0].device)
+            for b in self._step.reducer.buckets
+        ]
+
+    # ---------------------------------------------------------------- when the program runs
+
+    def launch(self, index: int, gradients: Sequence[Tensor]) -> None:
+        """Take a bucket's gradients; it leaves when those before it have."""
+        step = self._step
+        if not step.is_in_pass:
+            step.begin_pass()
+            for due in step.reducer.buckets:
+                step.intake.expect_delivery(due, due.slots)
+        bucket: LiveBucket = step.reducer.buckets[index]
+        step.intake.take_delivery(bucket, bucket.slots, gradients)
+
+    def collect(self) -> list[Tensor]:
+        """End the window: compare with the other ranks, and take the reduced buckets."""
+        step = self._step
+        step.before_hand_out = self._take_flats
+        try:
+            step.settle_pass(is_inner=False)
+            if step.missing:
+                raise step.unfinished(step.missing)
+            step.end_pass(is_inner=False)
+        finally:
+            step.before_hand_out = None
+            step.forget_pass()
+        self._add_remainders()
+        before_update(step, set)
+        flats, self._flats = self._flats, []
+        return flats
+
+    def _take_flats(self) -> None:
+        """All buckets have landed: take their buffers before anything is handed out in ``.grad``."""
+        self._flats = []
+        for bucket in self._step.reducer.buckets:
+            assert bucket.flat is not None
+            self._flats.append(bucket.flat)
+            for slot in bucket.slots:
+                slot.dirty = False
+            bucket.forget_buffer()
+
+    def _add_remainders(self) -> None:
+        """What another rank sent late was reduced by itself, and lies in ``.grad``."""
+        for bucket, flat in zip(self._step.reducer.buckets, self._flats, strict=True):
+            for slot in bucket.slots:
+                if slot.parameter.grad is not None:
+                    torch_private.alias(flat, slot.shape, slot.stride, slot.offset).add_(slot.parameter.grad)
+                    slot.parameter.grad = None
+
+
+@torch.library.impl(_library, "program_launch", "CompositeExplicitAutograd")
+@torch_private.leave_to_python
+def _launch(grads: list[Tensor], program: int, bucket: int) -> Tensor:
+    _deliveries[program].launch(bucket, grads)
+    return grads[0].new_empty(0)
+
+
+@torch.library.impl(_library, "program_collect", "CompositeExplicitAutograd")
+@torch_private.leave_to_python
+def _collect(tokens: list[Tensor], program: int) -> list[Tensor]:
+    return _deliveries[program].collect()
+
+
+@torch.library.register_fake("lockstep::program_launch", lib=_library)
+def _fake_launch(grads: list[Tensor], program: int, bucket: int) -> Tensor:
+    return grads[0].new_empty(0)
+
+
+@torch.library.register_fake("lockstep::program_collect", lib=_library)
+def _fake_collect(tokens: list[Tensor], program: int) -> list[Tensor]:
+    return _deliveries[program].empty_flats()
+
+
+def launch_early(graph: Any) -> None:
+    """Move every launch to where its last gradient is made, so that it travels while the rest is computed."""
+    order = {node: index for index, node in enumerate(graph.graph.nodes)}
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.lockstep.program_launch.default):
+        last = max(node.all_input_nodes, key=order.__getitem__)
+        last.append(node)
+    graph.recompile()

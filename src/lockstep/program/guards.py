@@ -1,0 +1,98 @@
+"""What Python knows while a program is made, and would not be asked again when it runs.
+
+A program holds the numbers and flags that Python had when it was made: whether modules train, a dropout's rate, the
+settings of optimizers.  These are read before every step; another value means another program.  What a step changes by
+itself in Python (a counter in a module, Python's own random numbers) no program can follow, and is found by comparing
+before and after.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Hashable, Sequence
+from operator import methodcaller
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PLAIN = (int, float, bool, str, type(None))
+# Of a group of parameters: what is no setting, or changes nothing in the result.
+_NO_SETTINGS = ("params", "initial_lr", "capturable")
+_address = methodcaller("data_ptr")
+
+
+class ModuleGuard:
+    """The plain numbers, flags and words that the modules of a model have."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [
+            (vars(module), name, f"{path}.{name}" if path else name)
+            for path, module in model.named_modules()
+            for name, value in vars(module).items()
+            if isinstance(value, _PLAIN) and (not name.startswith("_") or name == "_is_hf_initialized")
+        ]
+
+    def values(self) -> tuple[Any, ...]:
+        """All of them as they are now."""
+        return tuple([entries.get(name) for entries, name, _ in self._places])
+
+    def changed(self, before: tuple[Any, ...]) -> list[str]:
+        """The names of those that are not what they were."""
+        pairs = zip(self._places, before, self.values(), strict=True)
+        return [shown for (_, _, shown), old, new in pairs if old is not new and old != new]
+
+
+def optimizer_settings(optimizers: Sequence[torch.optim.Optimizer], *, with_rates: bool) -> Hashable:
+    """The settings of optimizers, without what is a tensor."""
+    return tuple(
+        tuple(
+            (name, value if not isinstance(value, (list, tuple)) else tuple(value))
+            for name, value in group.items()
+            if name not in _NO_SETTINGS and (with_rates or name != "lr") and not isinstance(value, Tensor)
+        )
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    )
+
+
+def memory_of(parameters: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> Hashable:
+    """Where a program finds parameters and the state of optimizers: loading a checkpoint replaces the second."""
+    return (tuple(map(_address, parameters)), tuple(id(optimizer.state) for optimizer in optimizers))
+
+
+def trains(parameters: Sequence[Tensor]) -> tuple[bool, ...]:
+    """Which parameters are not frozen."""
+    return tuple([p.requires_grad for p in parameters])
+
+
+class HostRandomness:
+    """The random numbers of the host, which a program cannot draw: Python's, NumPy's and those of torch on the CPU."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._torch = torch.get_rng_state()
+        numpy = sys.modules.get("numpy")
+        self._numpy: Any = numpy.random.get_state() if numpy is not None else None
+
+    def drawn(self) -> list[str]:
+        """Whose random numbers were drawn since."""
+        found = []
+        if random.getstate() != self._python:
+            found.append("Python's random")
+        if not torch.equal(torch.get_rng_state(), self._torch):
+            found.append("torch's generator of the CPU")
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and self._numpy is not None:
+            now = numpy.random.get_state()
+            if now[2] != self._numpy[2] or (now[1] != self._numpy[1]).any():
+                found.append("NumPy's random")
+        return found
+
+    def restore(self) -> None:
+        """Undo the drawing."""
+        random.setstate(self._python)
+        torch.set_rng_state(self._torch)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)

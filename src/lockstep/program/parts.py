@@ -1,0 +1,65 @@
+"""What of a model is data parallel: who keeps gradients local in a micro-step, who has windows to count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.ddp import DistributedDataParallel
+from lockstep.shard import ShardedModule
+
+
+class Parallel:
+    """The data-parallel wrappers in one model, none for a plain one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        modules = list(model.modules())
+        self.wrappers = [m for m in modules if isinstance(m, DistributedDataParallel)]
+        self.sharded: list[Any] = _outermost(modules)
+        self.foreign = [
+            m
+            for m in modules
+            if isinstance(m, nn.parallel.DistributedDataParallel) and not isinstance(m, DistributedDataParallel)
+        ]
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Add gradients up on this rank alone: every micro-step but the last."""
+        with ExitStack() as stack:
+            for part in (*self.wrappers, *self.sharded, *self.foreign):
+                stack.enter_context(part.no_sync())
+            yield
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether inputs may be uneven now: inside ``join()``."""
+        return any(wrapper._parts.uneven.is_on for wrapper in self.wrappers)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            return tensor.device
+        return torch.device("cpu")
+
+    def reset(self) -> None:
+        """Forget a window that was under way on this rank, after an attempt that others know nothing of."""
+        for wrapper in self.wrappers:
+            wrapper.step.reset()
+            wrapper._parts.precision.restore()
+
+
+def _outermost(modules: list[nn.Module]) -> list[Any]:
+    """The sharded modules that are in no other: their ``no_sync`` is for all that is inside."""
+    inside: set[int] = set()
+    found = []
+    for module in modules:
+        if isinstance(module, ShardedModule) and id(module) not in inside:
+            found.append(module)
+            inside |= {id(m) for m in module.modules()}  # type: ignore[attr-defined]
+    return found

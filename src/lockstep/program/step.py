@@ -1,0 +1,228 @@
+"""``lockstep.TrainStep``: one step of training, as one program where that can be, with the result of the plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep import torch_private
+from lockstep.program.captured import Captured
+from lockstep.program.cuda import CudaMachine
+from lockstep.program.options import Mode, Options, check_options
+from lockstep.program.parts import Parallel
+from lockstep.program.reasons import why_not_captured, why_not_graph
+from lockstep.program.recipe import Recipe
+from lockstep.program.record import Record, StepExplanation
+from lockstep.program.together import Together
+from lockstep.program.whole import Whole
+
+_WORDS = {
+    Mode.LOOP: "the plain loop",
+    Mode.COMPILED: "the loop with a compiled forward and backward",
+    Mode.GRAPH: "one compiled program for the whole step",
+    Mode.CAPTURED: "captured CUDA graphs",
+}
+
+
+class TrainStep:
+    """Trains by one call per batch: forward, backward, reduction, clipping, optimizer, schedule.
+
+    Args:
+        model: a ``lockstep.DDP``, a sharded or a plain module, compiled or not.
+        optimizer: one, or a list of several.
+        loss: ``loss(model, batch)``; returns the loss, or a tuple that begins with it.
+        clip_norm: the largest norm that all gradients together may have.
+        clip_value: the largest value that an element of a gradient may have; one of the two.
+        accumulate: how many calls make one update; the loss of each is divided by it, and only the last one reduces.
+        scaler: a ``torch.amp.GradScaler``.
+        scheduler: one learning-rate scheduler, or a list; each is stepped after every update.
+        average: the decay of an exponential average of the weights (``averaged_state_dict``), or an ``AveragedModel``.
+        mode: ``"loop"``, ``"compiled"``, ``"graph"``, ``"captured"``, or ``"auto"``, which captures where it can.
+        max_programs: how many programs are made at most, for batches of different shapes.
+
+    A call returns what ``loss`` returned, detached.  Tensors in a batch are moved to the model's device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        loss: Callable[[Any, Any], Any],
+        *,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        accumulate: int = 1,
+        scaler: Any = None,
+        scheduler: Any = None,
+        average: Any = None,
+        mode: str = "auto",
+        max_programs: int = 8,
+    ) -> None:
+        self._options = options = check_options(
+            model,
+            optimizer,
+            loss,
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+            accumulate=accumulate,
+            scaler=scaler,
+            scheduler=scheduler,
+            average=average,
+            mode=mode,
+            max_programs=max_programs,
+        )
+        self._parallel = Parallel(model)
+        self._recipe = Recipe(options, self._parallel)
+        self._together = Together(self._parallel)
+        self._record = Record(asked=mode)
+        self._runner: _Loop | Captured | Whole | None = None
+        self._micro = 0
+        self.num_updates = 0
+
+    # ---------------------------------------------------------------- a step
+
+    def __call__(self, batch: Any) -> Any:
+        """Run one batch; every ``accumulate``-th call updates the parameters."""
+        if self._runner is None:
+            self._runner = self._choose()
+        index, is_last = self._micro, self.is_last
+        result = self._runner.micro(batch, index, is_last=is_last)
+        if is_last:
+            self._recipe.follow()
+            self.num_updates += 1
+        self._micro = 0 if is_last else index + 1
+        return result
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next call updates the parameters."""
+        return self._micro == self._options.accumulate - 1
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm of all gradients in the last update, before it was clipped; None without ``clip_norm``."""
+        return self._recipe.grad_norm
+
+    def reset(self) -> None:
+        """Begin a window anew, after an error that was caught: the next call is the first of its micro-batches."""
+        self._micro = 0
+        self._recipe.begin()
+
+    # ---------------------------------------------------------------- how it runs
+
+    def _choose(self) -> _Loop | Captured | Whole:
+        options, asked = self._options, self._options.mode
+        reasons: list[str] = []
+        if asked in (Mode.CAPTURED, Mode.AUTO):
+            reasons = why_not_captured(options, self._parallel)
+        elif asked is Mode.GRAPH:
+            reasons = why_not_graph(options, self._parallel)
+        reasons = self._together.agree(_facts(options), reasons)
+        for reason in reasons:
+            self._record.fall_back(reason)
+        chosen = asked
+        if asked is Mode.AUTO:
+            chosen = Mode.LOOP if reasons else Mode.CAPTURED
+        elif reasons:
+            chosen = Mode.LOOP
+        self._record.runs = _WORDS[chosen]
+        return self._runner_of(chosen)
+
+    def _runner_of(self, chosen: Mode) -> _Loop | Captured | Whole:
+        if chosen is Mode.CAPTURED:
+            machine = CudaMachine(self._parallel.device)
+            return Captured(self._recipe, self._together, machine, self._record)
+        if chosen is Mode.GRAPH:
+            return Whole(self._recipe, self._together, self._record)
+        if chosen is Mode.COMPILED:
+            # A code object of its own, or two steps would share their graphs, and run out of room for them.
+            model, loss = self._options.model, self._options.loss
+
+            def compute(batch: Any) -> Any:
+                return loss(model, batch)
+
+            self._recipe.compute = torch.compile(torch_private.own_code(compute))
+        return _Loop(self._recipe, self._record)
+
+    def explain(self) -> StepExplanation:
+        """Say which mode runs, why, and what was made so far; after a step or two there is most to say."""
+        record, runner = self._record, self._runner
+        programs: list[str] = []
+        notes = list(record.notes)
+        if isinstance(runner, Captured):
+            programs = [f"batches of {p.shown}, replayed {p.num_replays} times" for p in runner.programs]
+        elif isinstance(runner, Whole):
+            programs = runner.shown()
+            places = runner.rank_is_baked_in_at()
+            notes += [f"rank is baked in at {place}: each rank has a program of its own" for place in places]
+        return StepExplanation(
+            asked=record.asked,
+            runs=record.runs or "nothing yet; it is chosen in the first call",
+            reasons=tuple(record.reasons),
+            notes=tuple(notes),
+            programs=tuple(programs),
+            num_loop_calls=record.num_loop_calls,
+            num_program_calls=record.num_replays + record.num_graph_calls,
+        )
+
+    # ---------------------------------------------------------------- state
+
+    def averaged_state_dict(self) -> dict[str, Tensor]:
+        """The weight averages under the plain model's names, with the model's buffers as they are."""
+        if self._recipe.average is None:
+            raise ValueError("There is no average here: make the step with average=0.999, say.")
+        return self._recipe.average.state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the step itself knows between two updates: the number of updates, and the averages."""
+        if self._micro:
+            raise RuntimeError(
+                f"{self._micro} of {self._options.accumulate} micro-batches are in the gradients, which are not saved: "
+                "save after the call that updates (step.is_last is True before it)."
+            )
+        state: dict[str, Any] = {"num_updates": self.num_updates}
+        if self._recipe.average is not None:
+            state["averages"] = self._recipe.average.named()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` gave."""
+        self.num_updates = int(state["num_updates"])
+        self._micro = 0
+        if self._recipe.average is not None:
+            self._recipe.average.load(state.get("averages", {}))
+
+
+class _Loop:
+    """The plain loop."""
+
+    def __init__(self, recipe: Recipe, record: Record) -> None:
+        self._recipe = recipe
+        self._record = record
+
+    def micro(self, batch: Any, index: int, *, is_last: bool) -> Any:
+        if index == 0:
+            self._recipe.begin()
+        result = self._recipe.micro(self._recipe.moved(batch), is_last=is_last)
+        if is_last:
+            self._recipe.update()
+        self._record.num_loop_calls += 1
+        return result
+
+
+def _facts(options: Options) -> dict[str, str]:
+    """What all ranks must have made their step with."""
+    return {
+        "mode": options.mode.value,
+        "clip_norm": str(options.clip_norm),
+        "clip_value": str(options.clip_value),
+        "accumulate": str(options.accumulate),
+        "scaler": str(options.scales),
+        "average": str(options.average if isinstance(options.average, float) else options.average is not None),
+        "optimizers": ", ".join(type(o).__name__ for o in options.optimizers),
+        "schedulers": ", ".join(type(s).__name__ for s in options.schedulers),
+        "max_programs": str(options.max_programs),
+    }

@@ -1,0 +1,115 @@
+"""What ranks must do alike: which mode they run in, and in every step whether all can replay.
+
+Captured, the comparison of a window comes before it: a program cannot be stopped once it is launched.  Every rank
+says where it is, and whether it can run this step as a program.  If one cannot, all walk through the loop, where they
+compare as always; otherwise nothing more is said in that step, whether a rank replays, captures, or tried to and could
+not.  So whatever a rank saw, it exchanges as often as the others.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lockstep import errors, settings
+from lockstep.agree.stamp import Stamp, disagreement
+from lockstep.program.parts import Parallel
+
+_STAMP_SECONDS = 60.0
+_num_steps: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
+
+
+class Together:
+    """The ranks that run a train step of one wrapped model; nobody else for a plain one."""
+
+    def __init__(self, parallel: Parallel) -> None:
+        self._wrappers = parallel.wrappers
+        self._serials = []
+        for wrapper in self._wrappers:  # ranks make the steps of one wrapper in the same order
+            made = _num_steps.setdefault(wrapper, Counter())
+            made["steps"] += 1
+            self._serials.append(made["steps"])
+
+    def agree(self, facts: dict[str, str], reasons: list[str]) -> list[str]:
+        """Compare what the step was made with; returns the reasons of all ranks against a program."""
+        for wrapper, serial in zip(self._wrappers, self._serials, strict=True):
+            watch = wrapper._peers.watch
+            if watch.board is None:
+                continue
+            key, subject = f"train step {serial}", "runs the first step of a lockstep.TrainStep"
+            told = watch.meet(key, subject, json.dumps([facts, reasons]), settings.agreement_timeout())
+            everyones = {rank: json.loads(text) for rank, text in told.items()}
+            for name in facts:
+                values = {rank: str(theirs.get(name)) for rank, (theirs, _) in everyones.items()}
+                if len(set(values.values())) > 1:
+                    raise errors.Disagreement(
+                        f"Ranks made their train step with another {name}:\n{errors.rank_table(values)}\n"
+                        "Fix: give all ranks the same.",
+                        values,
+                    )
+            for rank, (_, theirs) in sorted(everyones.items()):
+                reasons = reasons + [f"rank {rank}: {reason}" for reason in theirs if reason not in reasons]
+        return reasons
+
+    def all_can(self, can: bool, micro: int) -> bool:
+        """Whether every rank can run this step as a program; compares where ranks are, too."""
+        for wrapper in self._wrappers:
+            step = wrapper.step
+            union = step.closing.union
+            control = union.control
+            reducer = step.reducer
+            mark = reducer.finiteness.mark(step.num_windows)  # of what programs saw, which nobody told yet
+            if control is None:
+                self._judge(step, [mark])
+                continue
+            stamp = self._stamp(wrapper, micro)
+            digest = stamp.digest() if union.check != "off" else 1
+            moment = f"the comparison of ranks before step {step.num_windows}"
+            numbers = [digest, int(can), mark]
+            everyones = control.start(numbers, reducer.transport.watch).wait(lambda m=moment: m)
+            if len({numbers[0] for numbers in everyones}) > 1:
+                error = disagreement(control.board, control.moment, stamp, True, _STAMP_SECONDS)
+                if error is not None:
+                    step.tell_peers(error)
+                    raise error
+            can = all(numbers[1] for numbers in everyones)
+            self._judge(step, [numbers[2] for numbers in everyones])
+        return can
+
+    @staticmethod
+    def _judge(step: Any, marks: list[int]) -> None:
+        reducer = step.reducer
+        if any(marks) or reducer.finiteness.is_episode:
+            reducer.finiteness.judge(marks, reducer.rank, step.num_windows, reducer.buckets)
+
+    @contextmanager
+    def compared(self) -> Iterator[None]:
+        """Within this context windows are not compared again."""
+        for wrapper in self._wrappers:
+            wrapper.step.closing.is_compared = True
+        try:
+            yield
+        finally:
+            for wrapper in self._wrappers:
+                wrapper.step.closing.is_compared = False
+
+    def _stamp(self, wrapper: Any, micro: int) -> Stamp:
+        step = wrapper.step
+        reducer = step.reducer
+        return Stamp(
+            wrapper=step.closing.union.name,
+            window=step.num_windows,
+            kind=f"train step, micro-step {micro}",
+            updates=step.num_updates,
+            plan=reducer.plan.digest,
+            frozen=tuple(slot.name for slot in reducer.slots if not slot.parameter.requires_grad),
+            cast=step.casts.names(),
+            exchange=reducer.exchange.name,
+            num_buckets=len(reducer.buckets),
+            skipped=(),
+            resets=step.num_resets,
+        )

@@ -1,0 +1,278 @@
+"""The whole step as one function of tensors: what is traced, and then compiled as one program.
+
+Parameters, buffers, the state of optimizers, averages and accumulated gradients go in and are changed in place; so do
+the scale of a gradient scaler and its count.  Learning rates go in.  What comes out is what the loss function returned.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep import torch_private
+from lockstep.program.batch import Batch, map_tensors, tensors_in
+from lockstep.program.deliver import Delivery
+from lockstep.program.recipe import Recipe, loss_of
+
+
+class Untraceable(Exception):
+    """The step cannot be one program, for the reason that the message gives."""
+
+
+@dataclass
+class Inputs:
+    """Everything that a program of the whole step reads or changes, in one order."""
+
+    parameters: list[Tensor]
+    buffers: list[Tensor]
+    batch: list[Tensor]
+    state: list[Tensor]
+    rates: list[Tensor]
+    averages: list[Tensor]
+    gradients: list[Tensor]  # added up over the micro-batches
+    scale: list[Tensor]
+
+    def flat(self) -> list[Tensor]:
+        return [tensor for part in vars(self).values() for tensor in part]
+
+    def split(self, flat: Sequence[Tensor]) -> Inputs:
+        """The same parts, of other tensors."""
+        following = iter(flat)
+        return Inputs(*([next(following) for _ in part] for part in vars(self).values()))
+
+
+class _Holder(nn.Module):
+    """The model with its loss, so that one call can be given other parameters."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.model = recipe.options.model
+        self._loss = recipe.options.loss
+
+    def forward(self, batch: Any) -> Any:
+        return self._loss(self.model, batch)
+
+
+class WholeStep:
+    """One kind of micro-step of one recipe, as a function of tensors."""
+
+    def __init__(self, recipe: Recipe, batch: Batch, delivery: Delivery | None, index: int, is_last: bool) -> None:
+        self._recipe = recipe
+        self._options = recipe.options
+        self._batch = batch
+        self._delivery = delivery
+        self._is_first, self._is_last = index == 0, is_last
+        self._names = {id(p): name for name, p in recipe.options.model.named_parameters()}
+        self._buffers = dict(recipe.options.model.named_buffers())
+        # Where in the state of which optimizer each tensor belongs.
+        self._state = [
+            (optimizer, parameter, name)
+            for optimizer in recipe.options.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            for name, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        ]
+        self.results: Any = None  # what the loss function returned, with places for the tensors
+        self.has_norm = False
+
+    def inputs(self, batch: Sequence[Tensor], rates: Sequence[Tensor], gradients: Sequence[Tensor]) -> Inputs:
+        """The tensors as they are now."""
+        options, average = self._options, self._recipe.average
+        return Inputs(
+            parameters=[p.detach() for p in self._recipe.parameters],
+            buffers=list(self._buffers.values()),
+            batch=list(batch),
+            state=[optimizer.state[parameter][name] for optimizer, parameter, name in self._state],
+            rates=list(rates) if self._is_last else [],
+            averages=average.values if average is not None and self._is_last else [],
+            gradients=list(gradients),
+            scale=list(torch_private.scaler_tensors(options.scaler)) if options.scales else [],
+        )
+
+    # ---------------------------------------------------------------- the step
+
+    def function(self, like: Inputs) -> Any:
+        """What is traced: takes the flat inputs."""
+
+        def run(*flat: Tensor) -> list[Tensor]:
+            given = like.split(flat)
+            result, gradients = self._forward_backward(given)
+            outputs = [t.detach() for t in tensors_in(result)]
+            self.results = map_tensors(result, lambda _: torch.empty(0, device="meta"))
+            gradients = self._accumulated(given, gradients)
+            if self._is_last:
+                norm = self._update(given, gradients)
+                self.has_norm = norm is not None
+                outputs += [norm] if norm is not None else []
+            return outputs
+
+        return run
+
+    def _forward_backward(self, given: Inputs) -> tuple[Any, dict[int, Tensor]]:
+        originals = self._recipe.parameters
+        leaves = [t.detach().requires_grad_(p.requires_grad) for t, p in zip(given.parameters, originals, strict=True)]
+        named = {f"model.{self._names[id(p)]}": leaf for p, leaf in zip(originals, leaves, strict=True)}
+        named |= {f"model.{name}": tensor for name, tensor in zip(self._buffers, given.buffers, strict=True)}
+        with torch.enable_grad(), _plain_forwards(self._recipe):
+            result = torch.func.functional_call(_Holder(self._recipe), named, (self._batch.rebuilt(given.batch),))
+            loss = loss_of(result)
+            share = loss / self._options.accumulate if self._options.accumulate > 1 else loss
+            if self._options.scales:
+                share = share * given.scale[0].to(share.dtype)
+            trained = [(p, leaf) for p, leaf in zip(originals, leaves, strict=True) if leaf.requires_grad]
+            found = torch.autograd.grad(share, [leaf for _, leaf in trained], allow_unused=True)
+        gradients = {id(p): g.detach() for (p, _), g in zip(trained, found, strict=True) if g is not None}
+        unused = [self._names[id(p)] for p, _ in trained if id(p) not in gradients]
+        if unused and (self._delivery is not None or self._options.accumulate > 1):
+            raise Untraceable(f"{', '.join(unused[:5])} get no gradient")
+        return result, gradients
+
+    def _accumulated(self, given: Inputs, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
+        if self._options.accumulate == 1:
+            return gradients
+        trained = [id(p) for p in self._recipe.parameters if p.requires_grad]
+        for key, sum_so_far in zip(trained, given.gradients, strict=True):
+            if self._is_last:
+                gradients[key] = sum_so_far + gradients[key]
+            elif self._is_first:
+                sum_so_far.copy_(gradients[key])
+            else:
+                sum_so_far.add_(gradients[key])
+        return gradients
+
+    # ---------------------------------------------------------------- the update
+
+    def _update(self, given: Inputs, gradients: dict[int, Tensor]) -> Tensor | None:
+        options = self._options
+        if self._delivery is not None and self._delivery.is_needed:
+            gradients = self._delivery.reduced(gradients)
+        parameters = dict(zip(map(id, self._recipe.parameters), given.parameters, strict=True))
+        found_inf: dict[int, Tensor] = {}
+        if options.scales:
+            inverse = given.scale[0].double().reciprocal().float()
+            gradients = {key: g * inverse.to(g.dtype) for key, g in gradients.items()}
+            found_inf = {id(o): _any_not_finite(o, gradients) for o in options.optimizers}
+        norm = self._clip(gradients)
+        rates = iter(given.rates)
+        state = dict(zip(((id(o), id(p), n) for o, p, n in self._state), given.state, strict=True))
+        for optimizer in options.optimizers:
+            self._step(optimizer, parameters, gradients, state, rates, found_inf.get(id(optimizer)))
+        if options.scales:
+            _update_scale(options.scaler, given.scale, list(found_inf.values()))
+        average = self._recipe.average
+        if average is not None and given.averages:
+            ids = [id(p) for p in options.model.parameters()]
+            torch_private.foreach_lerp(given.averages, [parameters[key] for key in ids], 1.0 - average.decay)
+        return norm
+
+    def _clip(self, gradients: dict[int, Tensor]) -> Tensor | None:
+        options = self._options
+        present = [gradients[id(p)] for p in self._recipe.parameters if id(p) in gradients]
+        if options.clip_norm is not None:
+            norm = torch.nn.utils.get_total_norm(present)
+            shrink = torch.clamp(options.clip_norm / (norm + 1e-6), max=1.0)
+            for key, gradient in gradients.items():
+                gradients[key] = gradient * shrink.to(gradient.dtype)
+            return norm
+        if options.clip_value is not None:
+            for key, gradient in gradients.items():
+                gradients[key] = gradient.clamp(-options.clip_value, options.clip_value)
+        return None
+
+    def _step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: dict[int, Tensor],
+        gradients: dict[int, Tensor],
+        state: dict[tuple[int, int, str], Tensor],
+        rates: Iterator[Tensor],
+        found_inf: Tensor | None,
+    ) -> None:
+        """Run a stand-in for the optimizer, which has the program's tensors in the place of its own."""
+        # Where a step may be skipped, it is computed beside the old values, and one of the two is kept.
+        mine: dict[int, Tensor] = {}
+        stand_in: Any = object.__new__(type(optimizer))
+        vars(stand_in).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+        stand_in.state = defaultdict(dict)
+        stand_in.param_groups = []
+        pairs: list[tuple[Tensor, Tensor]] = []
+
+        def own(tensor: Tensor) -> Tensor:
+            if found_inf is None:
+                return tensor
+            copied = tensor.clone()
+            pairs.append((tensor, copied))
+            return copied
+
+        for group in optimizer.param_groups:
+            changed = {**group, "params": [], "lr": next(rates)}
+            # Its own kernels are the compiler's to make; one launch per group would only be in their way.
+            changed |= {name: value for name, value in _COMPILED_SETTINGS.items() if name in group}
+            for parameter in group["params"]:
+                if id(parameter) not in gradients:
+                    continue
+                tensor = mine[id(parameter)] = own(parameters[id(parameter)])
+                tensor.grad = gradients[id(parameter)]
+                changed["params"].append(tensor)
+                stand_in.state[tensor] = {
+                    name: own(state[id(optimizer), id(parameter), name]) if isinstance(value, Tensor) else value
+                    for name, value in optimizer.state.get(parameter, {}).items()
+                }
+            stand_in.param_groups.append(changed)
+        with torch.no_grad(), torch_private.as_if_compiling():
+            type(optimizer).step(stand_in)
+        for tensor in mine.values():
+            tensor.grad = None
+        for old, new in pairs:
+            assert found_inf is not None
+            old.copy_(torch.where(found_inf > 0, old, new))
+
+
+_COMPILED_SETTINGS = {"foreach": True, "fused": False, "capturable": True}
+
+
+def _any_not_finite(optimizer: torch.optim.Optimizer, gradients: dict[int, Tensor]) -> Tensor:
+    found = [
+        gradients[id(p)].isfinite().all()
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if id(p) in gradients
+    ]
+    return 1.0 - torch.stack(found).all().float()
+
+
+def _update_scale(scaler: Any, scale: Sequence[Tensor], found_inf: Sequence[Tensor]) -> None:
+    """What ``GradScaler.update`` does, without asking the device."""
+    value, held = scale
+    is_bad = torch.stack(list(found_inf)).sum() > 0
+    held_now = held + 1
+    grown = value * scaler.get_growth_factor()
+    is_full = held_now == scaler.get_growth_interval()
+    grown = torch.where(is_full & grown.isfinite(), grown, value)
+    value.copy_(torch.where(is_bad, value * scaler.get_backoff_factor(), grown))
+    held.copy_(torch.where(is_bad | is_full, torch.zeros_like(held), held_now))
+
+
+@contextmanager
+def _plain_forwards(recipe: Recipe) -> Iterator[None]:
+    """Let wrappers call their module and do nothing else, and compiled modules run as they were written."""
+    wrappers = recipe.parallel.wrappers
+    for wrapper in wrappers:
+        vars(wrapper)["forward"] = _plain_forward(wrapper)
+    try:
+        with torch_private.tracing_compiled_modules():
+            yield
+    finally:
+        for wrapper in wrappers:
+            del vars(wrapper)["forward"]
+
+
+def _plain_forward(wrapper: Any) -> Any:
+    return lambda *args, **kwargs: wrapper.module(*args, **kwargs)

@@ -1,0 +1,245 @@
+"""Mode ``"graph"``: the whole step traced once for each kind of batch, and compiled as one program."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep import torch_private
+from lockstep.graph.compare import compare, describe_program, differing_places, digest_of
+from lockstep.graph.turns import take_turn
+from lockstep.program.batch import Batch, map_tensors
+from lockstep.program.deliver import Delivery, launch_early
+from lockstep.program.guards import HostRandomness, ModuleGuard, memory_of, optimizer_settings, trains
+from lockstep.program.optimizers import keeps_python_state, move_step_counts
+from lockstep.program.places import shown
+from lockstep.program.recipe import Recipe
+from lockstep.program.record import Record
+from lockstep.program.together import Together
+from lockstep.program.traced import Untraceable, WholeStep
+from lockstep.program.windows import note_replay
+
+_MAX_KINDS = 1000  # of batches that are remembered
+WARMUP_CALLS = 1  # of each kind of batch: the state of optimizers is made by a real step
+
+
+@dataclass
+class GraphProgram:
+    """One compiled micro-step."""
+
+    whole: WholeStep
+    run: Callable[..., Any]
+    digest: str
+    graph: Any
+    shown: str
+    differing_places: Callable[[], list[str]]  # where other ranks have other numbers in it
+    num_runs: int = 0
+
+
+class Whole:
+    """Runs micro-steps as compiled programs where it can, and by the recipe where it cannot."""
+
+    def __init__(self, recipe: Recipe, together: Together, record: Record) -> None:
+        self._recipe = recipe
+        self._together = together
+        self._record = record
+        self._programs: dict[Hashable, GraphProgram] = {}
+        self._seen: Counter[Hashable] = Counter()
+        self._refused: set[Hashable] = set()
+        self._never = ""  # why no step at all can be a program
+        self._guard = ModuleGuard(recipe.options.model)
+        self._memory: Hashable = None
+        wrappers = recipe.parallel.wrappers
+        self._delivery = Delivery(wrappers[0]) if wrappers else None
+        self._gradients: list[Tensor] = []
+        groups = [group for optimizer in recipe.options.optimizers for group in optimizer.param_groups]
+        self._groups = groups
+        device = recipe.parallel.device
+        dtype = torch.float64 if device.type == "cpu" else torch.float32
+        self._rates = [torch.zeros((), dtype=dtype, device=device) for _ in groups]
+
+    # ---------------------------------------------------------------- one micro-step
+
+    def micro(self, tree: Any, index: int, *, is_last: bool) -> Any:
+        """Run micro-step ``index`` of a window, with the update if it is the last."""
+        recipe = self._recipe
+        tree = recipe.moved(tree)
+        if recipe.parallel.is_joined:
+            self._record.fall_back("join() is, or was, in use: ranks do different things in a step")
+            return self._loop(tree, index, is_last, None)
+        batch = Batch.of(tree)
+        key = self._key(batch, index, is_last)
+        program = self._programs.get(key)
+        if program is None:
+            if not self._may_trace(key, batch):
+                return self._loop(tree, index, is_last, key)
+            try:
+                program = self._programs[key] = self._make(batch, index, is_last)
+            except Exception as error:
+                self._refuse(
+                    key, f"it cannot be one program: {error if isinstance(error, Untraceable) else shown(error)}"
+                )
+                return self._loop(tree, index, is_last, key)
+        return self._run(program, batch, index, is_last)
+
+    def _key(self, batch: Batch, index: int, is_last: bool) -> Hashable:
+        recipe = self._recipe
+        optimizers = recipe.options.optimizers
+        memory = (memory_of((), optimizers), id(recipe.parallel.wrappers[0].plan) if recipe.parallel.wrappers else 0)
+        if memory != self._memory:
+            if self._programs:
+                self._record.note("the plan or the optimizer state was replaced; programs are made anew")
+            self._programs.clear()
+            self._memory = memory
+        device = recipe.parallel.device.type
+        amp = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        baked = optimizer_settings(optimizers, with_rates=False)
+        return ((index == 0, is_last), batch.key, self._guard.values(), baked, trains(recipe.parameters), amp)
+
+    def _may_trace(self, key: Hashable, batch: Batch) -> bool:
+        if self._never or key in self._refused or self._seen[key] < WARMUP_CALLS:
+            return False
+        options = self._recipe.options
+        if batch.opaque:
+            return self._refuse(key, f"the batch holds a {batch.opaque}, which may be another one in each step")
+        if any(t.requires_grad for t in batch.tensors):
+            return self._refuse(key, "the batch holds a tensor that needs a gradient")
+        python_state = keeps_python_state(options.optimizers)
+        if python_state:
+            return self._refuse(key, python_state)
+        if len(self._programs) >= options.max_programs:
+            shapes = "; ".join(dict.fromkeys(p.shown for p in self._programs.values()))
+            reason = (
+                f"there are {len(self._programs)} programs already (max_programs={options.max_programs}), for batches "
+                f"of {shapes}; the loop runs batches of {batch.shown()}"
+            )
+            return self._refuse(key, reason, warn=True)
+        return True
+
+    def _refuse(self, key: Hashable, reason: str, warn: bool = False) -> bool:
+        self._refused.add(key)
+        self._record.fall_back(reason, warn=warn)
+        return False
+
+    # ---------------------------------------------------------------- the loop
+
+    def _loop(self, tree: Any, index: int, is_last: bool, key: Hashable) -> Any:
+        """Walk through a micro-step; gradients added up so far lie where programs add them up."""
+        self._seen[key] += 1
+        recipe = self._recipe
+        if index == 0:
+            recipe.begin()
+            if recipe.options.accumulate > 1:
+                torch_private.foreach_zero(self._sums())
+        if recipe.options.accumulate > 1:
+            trained = [p for p in recipe.parameters if p.requires_grad]
+            for parameter, gradient in zip(trained, self._sums(), strict=True):
+                parameter.grad = gradient.detach()
+        numbers = self._guard.values()
+        result = recipe.micro(tree, is_last=is_last)
+        if is_last:
+            recipe.update()
+        self._record.num_loop_calls += 1
+        changed = self._guard.changed(numbers)
+        if changed:
+            self._never = f"the step changes a number in Python: {', '.join(changed[:5])}"
+            self._record.fall_back(self._never)
+        if len(self._seen) > _MAX_KINDS:
+            self._seen.clear()  # of a program that never sees the same twice
+        return result
+
+    def _sums(self) -> list[Tensor]:
+        if self._recipe.options.accumulate == 1:
+            return []
+        trained = [p for p in self._recipe.parameters if p.requires_grad]
+        if [g.shape for g in self._gradients] != [p.shape for p in trained]:
+            self._gradients = [torch.zeros_like(p) for p in trained]
+        return self._gradients
+
+    # ---------------------------------------------------------------- making a program
+
+    def _make(self, batch: Batch, index: int, is_last: bool) -> GraphProgram:
+        recipe = self._recipe
+        move_step_counts(recipe.options.optimizers)
+        whole = WholeStep(recipe, batch, self._delivery, index, is_last)
+        inputs = whole.inputs(batch.tensors, self._rates, self._sums())
+        randomness, numbers = HostRandomness(), self._guard.values()
+        try:
+            graph = torch_private.trace_program(whole.function(inputs), inputs.flat())
+        finally:
+            drawn = [name for name in randomness.drawn() if not name.startswith("torch")]
+            randomness.restore()
+        if drawn:
+            raise Untraceable(f"the step draws random numbers of the host ({', '.join(drawn)})")
+        changed = self._guard.changed(numbers)
+        if changed:
+            raise Untraceable(f"the step changes a number in Python: {', '.join(changed[:5])}")
+        launch_early(graph)
+        differing = self._compare(graph, batch, index, is_last)
+        # Ranks of a host take turns: the first one compiles, the others find its work in the cache.
+        wrappers = recipe.parallel.wrappers
+        around = take_turn if wrappers and wrappers[0]._peers.world > 1 else None
+        run = torch_private.compile_program(graph, inputs.flat(), around)
+        return GraphProgram(whole, run, digest_of(graph), graph, batch.shown(), differing)
+
+    def _compare(self, graph: Any, batch: Batch, index: int, is_last: bool) -> Callable[[], list[str]]:
+        """Say so if another rank makes another program in the place of this one; returns where they differ."""
+        for wrapper in self._recipe.parallel.wrappers:
+            board = wrapper._peers.board
+            if board is not None:
+                facts = describe_program(graph, batch.shown(), self._recipe.options.loss)
+                kind = "update" if is_last else "first micro-step" if index == 0 else "micro-step"
+                key = compare(board, f"the {kind} of a train step", facts)
+                return lambda: differing_places(board, key, facts)
+        return list
+
+    # ---------------------------------------------------------------- running it
+
+    def _run(self, program: GraphProgram, batch: Batch, index: int, is_last: bool) -> Any:
+        recipe = self._recipe
+        if index == 0:
+            recipe.begin()
+        for rate, group in zip(self._rates, self._groups, strict=True):
+            rate.fill_(float(group["lr"]))
+        wrappers = recipe.parallel.wrappers
+        for wrapper in wrappers:
+            with torch.enable_grad(), _syncing(wrapper, is_last):
+                wrapper._pre_forward()
+        inputs = program.whole.inputs(batch.tensors, self._rates, self._sums())
+        with torch.no_grad():
+            outputs = list(program.run(*inputs.flat()))
+        for wrapper in wrappers:
+            with torch.enable_grad(), _syncing(wrapper, is_last):
+                wrapper._post_forward(())
+        if self._delivery is None or not self._delivery.is_needed or not is_last:
+            note_replay(recipe.parallel, is_last=is_last)
+        program.num_runs += 1
+        self._record.num_graph_calls += 1
+        if is_last and program.whole.has_norm:
+            recipe.grad_norm = outputs.pop()
+        following = iter(outputs)
+        return map_tensors(program.whole.results, lambda _: next(following))
+
+    def shown(self) -> list[str]:
+        """The programs so far, for people."""
+        return [
+            f"batches of {p.shown}, run {p.num_runs} times, {len(p.graph.graph.nodes)} operations, digest {p.digest}"
+            for p in self._programs.values()
+        ]
+
+    def rank_is_baked_in_at(self) -> list[str]:
+        """Places in the user's program where ranks have other numbers in their programs."""
+        return list(dict.fromkeys(place for p in self._programs.values() for place in p.differing_places()))
+
+    @property
+    def programs(self) -> list[GraphProgram]:
+        return list(self._programs.values())
+
+
+def _syncing(wrapper: Any, is_last: bool) -> Any:
+    return torch.enable_grad() if is_last else wrapper.no_sync()

@@ -1,0 +1,80 @@
+"""Whole steps as programs: tracing them, compiling them, and what of optimizers and scalers belongs in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = [
+    "as_if_compiling",
+    "compile_program",
+    "optimizer_has_hooks",
+    "scaler_tensors",
+    "trace_program",
+    "tracing_compiled_modules",
+]
+
+
+@contextmanager
+def as_if_compiling() -> Iterator[None]:
+    """Let optimizers take the way they take for a compiler: numbers that change from step to step stay tensors.
+
+    The flag is set by torch itself while it exports; there is no public way to set it.
+    """
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def trace_program(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Any:
+    """The operators that ``function`` runs for inputs like these, below autograd, as one graph.
+
+    Tensors have no values meanwhile, so that a branch on one is an error and not a constant.  ``make_fx`` lives in an
+    experimental module.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    traced = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True, record_stack_traces=True)
+    return traced(*inputs)
+
+
+def compile_program(
+    graph: Any, inputs: Sequence[torch.Tensor], around: Callable[[Any, Callable[[], Any]], Any] | None = None
+) -> Callable[..., Any]:
+    """A graph below autograd, compiled by Inductor without guards; random numbers are those of the uncompiled step.
+
+    ``around(graph, compile)`` stands around the lowering; it returns what ``compile`` does.
+    """
+    from lockstep.torch_private.inductor import compile_with_inductor
+
+    with torch.no_grad():
+        compiled: Any = compile_with_inductor(None, graph, list(inputs), {"fallback_random": True}, around)
+    return compiled
+
+
+def optimizer_has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody has hooks on the steps of this optimizer: they can be added in public, but not seen."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def scaler_tensors(scaler: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scale of a GradScaler, and how many steps it has held; once it has scaled something."""
+    return scaler._scale, scaler._growth_tracker
+
+
+@contextmanager
+def tracing_compiled_modules() -> Iterator[None]:
+    """Let modules that were compiled run as they were written while a program that calls them is traced.
+
+    Dynamo refuses to be traced, unless a setting of its own is off; it then calls the function that it was given.
+    """
+    import torch._dynamo
+
+    with torch._dynamo.config.patch(error_on_nested_fx_trace=False), torch.compiler.set_stance("force_eager"):
+        yield

@@ -1,0 +1,65 @@
+"""Whole steps: one test for each private name; when torch moves one, the failing test says which."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lockstep import torch_private as private
+
+
+def test_as_if_compiling() -> None:
+    with private.as_if_compiling():
+        assert torch.compiler.is_compiling()
+    assert not torch.compiler.is_compiling()
+
+
+def test_trace_program() -> None:
+    def update(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        leaf = weight.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad((leaf * x).sum(), [leaf])
+        weight.sub_(gradient)
+        return gradient
+
+    graph = private.trace_program(update, [torch.ones(2), torch.zeros(2)])
+    weight = torch.zeros(2)
+    assert graph(torch.full((2,), 3.0), weight).tolist() == [3.0, 3.0]
+    assert weight.tolist() == [-3.0, -3.0]
+    with pytest.raises(Exception, match=r"(?i)data.?dependent"):
+        private.trace_program(lambda x: x if x.sum() > 0 else -x, [torch.ones(2)])
+
+
+def test_compile_program() -> None:
+    def double(x: torch.Tensor) -> tuple[torch.Tensor]:
+        x.mul_(2)
+        return (x + torch.rand(2),)
+
+    graph = private.trace_program(double, [torch.ones(2)])
+    program = private.compile_program(graph, [torch.ones(2)])
+    given = torch.ones(2)
+    torch.manual_seed(7)
+    (result,) = program(given)
+    torch.manual_seed(7)
+    assert given.tolist() == [2.0, 2.0]
+    torch.testing.assert_close(result, 2 + torch.rand(2))
+
+
+def test_optimizer_has_hooks() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    assert not private.optimizer_has_hooks(optimizer)
+    optimizer.register_step_post_hook(lambda *_: None)
+    assert private.optimizer_has_hooks(optimizer)
+
+
+def test_scaler_tensors() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(1))
+    scale, growth = private.scaler_tensors(scaler)
+    assert (scale.item(), growth.item()) == (8.0, 0)
+
+
+def test_tracing_compiled_modules() -> None:
+    compiled = torch.compile(torch.nn.Linear(2, 2))
+    with private.tracing_compiled_modules():
+        graph = private.trace_program(compiled, [torch.ones(1, 2)])
+    torch.testing.assert_close(graph(torch.ones(1, 2)), compiled._orig_mod(torch.ones(1, 2)))
