@@ -83,7 +83,9 @@ class Finiteness:
 
     def prepare_capture(self, num_buckets: int, device: torch.device) -> None:
         """Make room for what a captured program sees."""
-        if self.policy != "ignore" and (self._captured is None or len(self._captured) != num_buckets):
+        if self.policy == "ignore" or device.type != "cuda":
+            return
+        if self._captured is None or len(self._captured) != num_buckets:
             self._captured = torch.zeros(num_buckets, dtype=torch.float32, device=device)
 
     def note_replay(self, window: int) -> None:
