@@ -18,6 +18,7 @@ from lockstep.program.deliver import Delivery, launch_early
 from lockstep.program.guards import HostRandomness, ModuleGuard, memory_of, optimizer_settings, trains
 from lockstep.program.optimizers import keeps_python_state, move_step_counts
 from lockstep.program.places import shown
+from lockstep.program.reasons import JOINED
 from lockstep.program.recipe import Recipe
 from lockstep.program.record import Record
 from lockstep.program.together import Together
@@ -70,7 +71,7 @@ class Whole:
         recipe = self._recipe
         tree = recipe.moved(tree)
         if recipe.parallel.is_joined:
-            self._record.fall_back("join() is, or was, in use: ranks do different things in a step")
+            self._record.fall_back(JOINED)
             return self._loop(tree, index, is_last, None)
         batch = Batch.of(tree)
         key = self._key(batch, index, is_last)
