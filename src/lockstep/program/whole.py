@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep import torch_private
-from lockstep.graph.compare import compare, describe_program, differing_places, digest_of
+from lockstep.graph.compare import compare, describe_program, differing_places, digest_of, place_of
 from lockstep.graph.turns import take_turn
 from lockstep.program.batch import Batch, map_tensors
 from lockstep.program.deliver import Delivery, launch_early
@@ -180,6 +180,8 @@ class Whole:
         changed = self._guard.changed(numbers)
         if changed:
             raise Untraceable(f"the step changes a number in Python: {', '.join(changed[:5])}")
+        for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._local_scalar_dense.default):
+            raise Untraceable(f"the step asks for a number at {place_of(node) or 'a line of the loss function'}")
         launch_early(graph)
         differing = self._compare(graph, batch, index, is_last)
         # Ranks of a host take turns: the first one compiles, the others find its work in the cache.
