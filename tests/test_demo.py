@@ -51,6 +51,15 @@ def test_demo_sharded_on_two_ranks(tmp_path: Path) -> None:
     assert "rank 1: gather of unit 2, " in page
 
 
+@pytest.mark.multirank
+@pytest.mark.slow
+def test_demo_as_one_program(tmp_path: Path) -> None:
+    demo = [EXAMPLES / "train_gpt.py", *SMALL, "--step", "graph", "--out", tmp_path]
+    done = run_command([*LOCKSTEP, "run", "--nproc", "2", *demo], limit_s=400)
+    check(done, tmp_path, num_ranks=2)
+    assert "runs one compiled program for the whole step\ncalls: 11 as a program, 1 by the loop" in done.output
+
+
 @pytest.mark.slow
 def test_demo_in_a_single_process(tmp_path: Path) -> None:
     check(

@@ -124,6 +124,34 @@ def test_a_rank_that_falls_back_stays_in_step() -> None:
     run_ranks(3, fall_back_on_one_rank, preload=PRELOAD)
 
 
+def train_unevenly(mode: str, num_batches: list[int]) -> None:
+    """One rank has fewer batches, or none at all."""
+    from tests.program.loops import CASES, assert_same, batch_of, loss_of, make_step, set_up
+
+    uncompiled()
+    rank, case, ends = dist.get_rank(), CASES["mlp"], []
+    for by_hand in (True, False):
+        setup = set_up(case, wrap)
+        step = make_step(case, setup, mode)
+        with setup.model.join():
+            for index in range(num_batches[rank]):
+                if by_hand:
+                    setup.optimizers[0].zero_grad()
+                    loss_of(setup.model, batch_of(index, rank))[0].backward()
+                    setup.optimizers[0].step()
+                else:
+                    step(batch_of(index, rank))
+        ends.append(setup.tensors())
+    if num_batches[rank] and mode != "loop":
+        assert "join()" in step.explain().reasons[0]
+    assert_same(*ends)
+
+
+@pytest.mark.parametrize("mode", ["loop", "graph", "auto"])
+def test_ranks_that_run_out_of_data(mode: str) -> None:
+    run_ranks(2, train_unevenly, mode, [4, 0])
+
+
 def make_differently(what: str) -> None:
     from tests.program.loops import CASES, batch_of, make_step, set_up
 

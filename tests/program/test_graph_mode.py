@@ -146,6 +146,7 @@ class Hooked(Mlp):
     ("model", "words"),
     [
         (Branching, "(at test_graph_mode.py:"),
+        (Asking, "asks for a number at test_graph_mode.py:"),
         (Counting, "changes a number in Python: num_calls"),
         (Drawing, "random numbers of the host (Python's random)"),
         (Hooked, "(at test_graph_mode.py:"),
@@ -169,18 +170,6 @@ def test_what_no_program_can_do_runs_by_the_loop(model: type[nn.Module], words: 
     assert words in reason
     assert step.explain().num_program_calls == 0
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-
-
-def test_a_number_that_is_asked_for_is_asked_for_again_in_each_run(uncompiled: None) -> None:
-    ends = []
-    for mode in ("loop", "graph"):
-        torch.manual_seed(0)
-        module = Asking()
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-        step = lockstep.TrainStep(module, optimizer, lambda m, b: (m(b["x"]) - b["y"]).square().mean(), mode=mode)
-        losses = torch.stack([step(batch_of(index)) for index in range(8)])
-        ends.append({"losses": losses, **module.state_dict()})
-    assert_close(*ends)
 
 
 def test_reasons_that_are_known_before(world_of_one: None) -> None:

@@ -29,7 +29,7 @@ from lockstep.program.cuda import Inbox, Machine, Mark, Recording
 from lockstep.program.guards import HostRandomness, ModuleGuard, memory_of, optimizer_settings, trains
 from lockstep.program.optimizers import Rates, keeps_python_state, load_kernels, move_step_counts
 from lockstep.program.places import shown
-from lockstep.program.reasons import takes_rate_as_tensor
+from lockstep.program.reasons import JOINED, takes_rate_as_tensor
 from lockstep.program.recipe import Recipe
 from lockstep.program.record import Record
 from lockstep.program.together import Together
@@ -94,7 +94,7 @@ class Captured:
         program = self._programs.get(key)
         can = program is not None or self._may_capture(key, batch)
         if self._recipe.parallel.is_joined:
-            self._record.fall_back("join() is, or was, in use: ranks do different things in a step")
+            self._record.fall_back(JOINED)
             return self._loop(tree, index, is_last, key)
         if not self._together.all_can(can, index):
             return self._loop(tree, index, is_last, key)

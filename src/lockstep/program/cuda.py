@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 _SYNC_WARNING = "synchronizing CUDA operation"
+_DEBUG_WARNING = "Synchronization debug mode"  # of the debugging itself
 
 
 class Recording(Protocol):
@@ -101,7 +102,7 @@ class CudaMachine:
         for warning in caught:
             if _SYNC_WARNING in str(warning.message):
                 places.append(f"{Path(warning.filename).name}:{warning.lineno}")
-            else:
+            elif not str(warning.message).startswith(_DEBUG_WARNING):
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
     def record(self, run: Callable[[], Any]) -> tuple[Recording, Any]:

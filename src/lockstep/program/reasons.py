@@ -11,6 +11,8 @@ from lockstep.engine.exchange import HookExchange, has_one_collective
 from lockstep.program.options import Options
 from lockstep.program.parts import Parallel
 
+JOINED = "join() is, or was, in use: ranks do different things in a step"
+
 
 def why_not_captured(options: Options, parallel: Parallel) -> list[str]:
     """Why the step cannot be captured as a CUDA graph; empty if it may be tried."""

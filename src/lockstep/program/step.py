@@ -13,7 +13,7 @@ from lockstep.program.captured import Captured
 from lockstep.program.cuda import CudaMachine
 from lockstep.program.options import Mode, Options, check_options
 from lockstep.program.parts import Parallel
-from lockstep.program.reasons import why_not_captured, why_not_graph
+from lockstep.program.reasons import JOINED, why_not_captured, why_not_graph
 from lockstep.program.recipe import Recipe
 from lockstep.program.record import Record, StepExplanation
 from lockstep.program.together import Together
@@ -120,7 +120,11 @@ class TrainStep:
             reasons = why_not_captured(options, self._parallel)
         elif asked is Mode.GRAPH:
             reasons = why_not_graph(options, self._parallel)
-        reasons = self._together.agree(_facts(options), reasons)
+        if self._parallel.is_joined:
+            # A rank without data never comes here, so nothing can be compared.
+            reasons = [JOINED] if asked in (Mode.CAPTURED, Mode.AUTO, Mode.GRAPH) else []
+        else:
+            reasons = self._together.agree(_facts(options), reasons)
         for reason in reasons:
             self._record.fall_back(reason)
         chosen = asked

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from lockstep import torch_private
-from lockstep.graph.compare import compare, describe_program, differing_places, digest_of
+from lockstep.graph.compare import compare, describe_program, differing_places, digest_of, place_of
 from lockstep.graph.turns import take_turn
 from lockstep.program.batch import Batch, map_tensors
 from lockstep.program.deliver import Delivery, launch_early
 from lockstep.program.guards import HostRandomness, ModuleGuard, memory_of, optimizer_settings, trains
 from lockstep.program.optimizers import keeps_python_state, move_step_counts
 from lockstep.program.places import shown
+from lockstep.program.reasons import JOINED
 from lockstep.program.recipe import Recipe
 from lockstep.program.record import Record
 from lockstep.program.together import Together
@@ -70,7 +71,7 @@ class Whole:
         recipe = self._recipe
         tree = recipe.moved(tree)
         if recipe.parallel.is_joined:
-            self._record.fall_back("join() is, or was, in use: ranks do different things in a step")
+            self._record.fall_back(JOINED)
             return self._loop(tree, index, is_last, None)
         batch = Batch.of(tree)
         key = self._key(batch, index, is_last)
@@ -179,6 +180,8 @@ class Whole:
         changed = self._guard.changed(numbers)
         if changed:
             raise Untraceable(f"the step changes a number in Python: {', '.join(changed[:5])}")
+        for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._local_scalar_dense.default):
+            raise Untraceable(f"the step asks for a number at {place_of(node) or 'a line of the loss function'}")
         launch_early(graph)
         differing = self._compare(graph, batch, index, is_last)
         # Ranks of a host take turns: the first one compiles, the others find its work in the cache.
