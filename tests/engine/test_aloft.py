@@ -56,8 +56,9 @@ def test_what_does_not_come_is_named_and_given_up_at_the_limit(
         aloft.add("the reduction of bucket 0 in step 5", first)
         aloft.add("the reduction of bucket 1 in step 5", second)
         first.has_come.set()
-        until(lambda: watch.verdict is not None)
+        until(lambda: bool(aborted))
     assert aborted == [True]
+    assert watch.verdict is not None
     assert any("still waiting in the reduction of bucket 1 in step 5" in m for m in caplog.messages)
     with pytest.raises(PeerLate, match="bucket 1 in step 5"):
         watch.raise_verdict()

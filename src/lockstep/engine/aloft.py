@@ -8,6 +8,7 @@ and the error is raised by the model's next step, or by the optimizer before it 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import logging
 import threading
@@ -15,7 +16,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,7 @@ from lockstep.errors import LockstepError
 logger = logging.getLogger("lockstep")
 
 _PERIOD_SECONDS = 1.0
+_STOPPING_SECONDS = 2.0
 _MAX_ALOFT = 4096
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
@@ -107,6 +109,14 @@ class _Watchdog:
         self._thread: threading.Thread | None = None
         self._has_warned = False
         self._lock = threading.Lock()
+        self._stop = threading.Event()
+
+    def stop(self) -> None:
+        """End the thread, at the end of the process: one that is inside torch then would abort it."""
+        self._stop.set()
+        thread = self._thread
+        if thread is not None:
+            thread.join(_STOPPING_SECONDS)
 
     def see_to(self, aloft: Aloft) -> None:
         """Look at this one too; starts the thread, or another one in its place if it has died."""
@@ -117,6 +127,8 @@ class _Watchdog:
             if self._thread is None or not self._thread.is_alive():
                 if self._thread is not None:
                     self._warn("has died, and was started again")
+                if self._thread is None:
+                    atexit.register(self.stop)
                 self._thread = threading.Thread(target=self._run, name="lockstep watchdog", daemon=True)
                 self._thread.start()
 
@@ -124,7 +136,8 @@ class _Watchdog:
         _tolerate_captures()
         idle_since = monotonic()
         while monotonic() - idle_since < 10.0:
-            sleep(_PERIOD_SECONDS)
+            if self._stop.wait(_PERIOD_SECONDS):
+                return
             with self._lock:
                 targets = list(self._all)
             for aloft in targets:
