@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import time
 import traceback
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forcing import force_collective
-from gpu_device import DEVICE, IS_GPU, device_seconds, peak_bytes, prepare, reset_peak, synchronize
+from gpu_device import DEVICE, IS_GPU, device_seconds, prepare, reset_peak, synchronize
 from models import GPT, SmallCNN, give_own_code
 from subjects import lockstep_ddp
 from timing import interleave
@@ -126,6 +127,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dropout, accumulate 4": {"model": "dropout", "accumulate": 4, "bits": True},
     "CNN": {"model": "CNN", "bits": True},
     "CNN, accumulate 4": {"model": "CNN", "accumulate": 4, "bits": True},
+    "CNN, SGD": {"model": "CNN", "optimizer": "fused sgd", "bits": True},
     "GPT": {"model": "GPT", "bits": True},
     "GPT, compiled": {"model": "GPT", "compiled": True},
     "GPT, compiled, collective forced": {"model": "GPT", "compiled": True, "forced": True},
@@ -159,7 +161,13 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "waits for the device": {"model": "waits", "bits": True, "falls_back": True},
 }
-GRAPH_CASES = ("MLP", "MLP, scaler that skips", "dropout", "GPT, everything, SGD")  # SGD: Adam makes noise large
+GRAPH_CASES = (
+    "MLP",
+    "MLP, scaler that skips",
+    "dropout",
+    "CNN, SGD",
+    "GPT, everything, SGD",
+)  # SGD: Adam makes noise large
 
 
 def check(names: list[str], mode: str, progress: str) -> None:
@@ -181,8 +189,40 @@ def check(names: list[str], mode: str, progress: str) -> None:
                 "trace": traceback.format_exc()[-2500:],
             }
         answer |= {"case": name, "mode": mode, "seconds": time.time() - began}
-        with Path(progress).open("a") as file:
-            file.write(json.dumps(answer) + "\n")
+        _write(progress, answer)
+    if mode == "captured" and "MLP" in names:
+        try:
+            answer = told_of_nan()
+        except Exception as error:
+            answer = {"ok": False, "raised": str(error), "trace": traceback.format_exc()[-2500:]}
+        _write(progress, answer | {"case": "NaN is told", "mode": mode})
+
+
+def _write(progress: str, answer: dict[str, Any]) -> None:
+    with Path(progress).open("a") as file:
+        file.write(json.dumps(answer) + "\n")
+
+
+def told_of_nan() -> dict[str, Any]:
+    """A batch with a NaN in a step that is replayed: the log says so soon after, and the step stays a program."""
+    import lockstep
+
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lockstep").addHandler(handler)
+    module = MLP().to(DEVICE)
+    ddp = lockstep.DDP(module, bucket_cap_mb=0.02)
+    step = lockstep.TrainStep(ddp, torch.optim.SGD(module.parameters(), lr=0.0), lambda m, b: m(b), mode="captured")
+    for index in range(16):
+        batch = batch_for("MLP", index, "device")
+        step(batch.fill_(float("nan")) if index == 8 else batch)
+        synchronize()
+    logging.getLogger("lockstep").removeHandler(handler)
+    told = [m for m in messages if "NaN or Inf" in m]
+    explained = str(step.explain())
+    ok = (len(told) == 1 and "calls: 0 as a program" not in explained) or not IS_GPU
+    return {"ok": ok, "worst": [str(told)[:300], 0.0], "different": len(told), "of": 1, "explained": explained}
 
 
 def run_case(
@@ -450,11 +490,15 @@ def times(size: str, names: list[str], num_rounds: int, num_steps: int) -> dict[
 
 
 def peak_memory(size: str, name: str) -> int:
-    """Peak bytes of a step, in a process of its own."""
+    """Peak bytes that a process keeps from others; what a program holds does not count as in use."""
     prepare()
     lockstep_ddp()
     subject = Subject(size, **SUBJECTS[name])
+    if not IS_GPU:
+        return 1
+    torch.cuda.empty_cache()
     reset_peak()
     for _ in range(3):
         subject.run()
-    return peak_bytes()
+    synchronize()
+    return torch.cuda.max_memory_reserved()
