@@ -285,29 +285,6 @@ def test_a_rank_that_cannot_wrap_is_quoted_on_the_others() -> None:
         assert "any parameter that requires a gradient" in errors[rank].text
 
 
-def fail_outside_the_wrapper() -> None:
-    import sys
-
-    import lockstep
-
-    ddp = lockstep.DDP(Halves())
-    if dist.get_rank() == 1:
-        try:
-            raise FileNotFoundError("shard 7 is missing")
-        except FileNotFoundError:
-            sys.excepthook(*sys.exc_info())  # what Python does when nobody catches it
-            raise
-    ddp(mine(batch(0))).sum().backward()
-
-
-def test_an_error_in_a_data_loader_is_quoted_on_the_others() -> None:
-    survivor, failed = run_outcomes(2, fail_outside_the_wrapper)
-    assert failed.error is not None
-    assert survivor.error is not None
-    assert survivor.error.type_name == "PeerFailed"
-    assert "FileNotFoundError: shard 7 is missing" in survivor.error.text
-
-
 def names_people_call() -> None:
     import lockstep
 

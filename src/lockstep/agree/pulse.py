@@ -89,6 +89,10 @@ class _Self:
             texts = [read(store, key) for key in keys]
         beats = {rank: beat for rank, text in zip(ranks, texts, strict=True) if (beat := read_beat(text)) is not None}
         self.known.update(beats)
+        if self.final is None and any(beat.ended for beat in beats.values()):
+            self.final = read_words(
+                read(store, self.key("final")), self.world
+            )  # was left before the sign that it ended
         return beats
 
 

@@ -367,8 +367,9 @@ class Watch:
         return f"is stopped, by SIGSTOP or a debugger ({process})" if process is not None and process.is_stopped else ""
 
     def lost(self, rank: int, place: str, reason: Gone) -> PeerLost:
-        """The error for a peer that is gone."""
+        """The error for a peer that is gone; one that has spoken is quoted instead."""
         assert self.board is not None
+        self.raise_failed_peer(lambda: place)
         process = self.pulse.process_of(self.board.members[rank]) if self.pulse is not None else None
         who = f"Rank {rank} ({process})" if process is not None else f"Rank {rank}"
         fix = "\nFix: give all ranks as many batches, or wrap the loop in model.join()." if reason.ended else ""
