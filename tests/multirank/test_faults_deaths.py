@@ -236,7 +236,7 @@ def test_the_words_of_a_rank_that_raised_are_quoted_also_if_it_hosts_the_store(w
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_leaves_is_named_with_its_step(who: int, tmp_path: Path) -> None:
     codes, texts = end_of("exit", who, tmp_path)
-    assert codes[who] == 3
+    assert codes[who] in (3, -signal.SIGABRT)  # torch aborts at times where a process leaves with its groups open
     assert f"CAUGHT PeerLost {who}" in texts[1 - who]
     assert "ended its program after 3 steps" in texts[1 - who]
     assert "join()" in texts[1 - who]
