@@ -54,6 +54,15 @@ def test_numbers_of_a_step() -> None:
     }
 
 
+def test_the_exchange_that_ends_a_step_is_exposed_too() -> None:
+    step = make_step()
+    step.intervals.append(Interval("compare", -1, 25 * MS, 29 * MS))
+    found = metrics_of(step, make_plan(100, 50))
+    assert found["lockstep/exposed_ms"] == pytest.approx(7)
+    assert step.exposed_seconds == pytest.approx(0.007)
+    assert found["lockstep/overlap"] == pytest.approx(1 - 7 / 12)  # a bucket was under way all that time
+
+
 def test_waiting_for_sharded_units_is_exposed_too() -> None:
     step = make_step()
     step.intervals.append(Interval("gather", 0, 2 * MS, 3 * MS))

@@ -20,7 +20,7 @@ METRICS = {
     "backward_ms": "time in the backward, all backwards since the step before",
     "launch_ms": "time spent packing buckets and starting their reduction",
     "travel_ms": "time in which at least one bucket was under way",
-    "exposed_ms": "time this rank stood still, waiting for a bucket or for a sharded unit",
+    "exposed_ms": "time this rank stood still, for a bucket, a sharded unit or the exchange that ends the step",
     "gathered_ms": "the part of it in which it waited for sharded units",
     "overlap": "share of travel_ms in which this rank did not wait for a bucket, from 0 to 1",
     "bytes": "bytes of gradients handed to the reduction",
@@ -44,7 +44,8 @@ def metrics_of(step: StepRecord | None, plan: Iterable[_Bucket], num_launched_in
     num_bytes = {bucket.index: bucket.num_bytes for bucket in plan}
     travels = [interval for interval in step.intervals if interval.name == "travel"]
     travel = _covered_seconds(travels)
-    waited = step.seconds("collect")
+    waits = [interval for interval in step.intervals if interval.name in ("compare", "collect")]
+    waited = _covered_seconds([both for wait in waits for one in travels if (both := _common(wait, one))])
     values: dict[str, float] = {
         "step": step.step,
         "forward_ms": 1e3 * step.seconds("forward"),
@@ -60,6 +61,12 @@ def metrics_of(step: StepRecord | None, plan: Iterable[_Bucket], num_launched_in
         "launched_in_graph": num_launched_in_graph,
     }
     return {f"lockstep/{name}": values[name] for name in METRICS}
+
+
+def _common(one: Interval, other: Interval) -> Interval | None:
+    """The time that two intervals share."""
+    start, end = max(one.start_ns, other.start_ns), min(one.end_ns, other.end_ns)
+    return one._replace(start_ns=start, end_ns=end) if start < end else None
 
 
 def _covered_seconds(intervals: Sequence[Interval]) -> float:

@@ -27,7 +27,7 @@ MEANING = {
     "launch": "launch: pack a bucket and start its reduction",
     "travel": "travel: a bucket's reduction is under way",
     "collect": "collect: wait for a bucket (exposed communication)",
-    "compare": "compare: the exchange that ends the step, and the wait for the last rank",
+    "compare": "compare: the exchange that ends the step, and the wait for the last rank (exposed communication)",
     "gather": "gather: a sharded unit is on its way (until it is there and in place)",
     "gathered": "gathered: wait for a unit (exposed communication)",
 }
@@ -93,8 +93,8 @@ def write_report(
         _timeline_section(timelines),
         _section(
             "Exposed communication",
-            "Medians over the recorded steps. Exposed is the time a rank stood still for a bucket or a sharded unit, be"
-            " it for the link or for a slower rank. Travel lasts from a bucket's launch until its collective"
+            "Medians over the recorded steps. Exposed is the time a rank stood still for a bucket, a sharded unit or the"
+            " end of the step, be it for the link or for a slower rank. Travel lasts from a bucket's launch until its collective"
             " ended (until it was collected, where the end is not known); what of it is not exposed ran beside the"
             " backward pass.",
             _exposed_table(timelines),

@@ -44,8 +44,11 @@ class StepRecord:
 
     @property
     def exposed_seconds(self) -> float:
-        """Exposed communication: how long this rank stood still waiting for the link."""
-        return self.seconds("collect") + self.seconds("gathered")
+        """Exposed communication: how long this rank stood still for the link, or for a slower rank.
+
+        The exchange that ends a step comes after the last launch, so most of the wait for buckets is in it.
+        """
+        return self.seconds("compare") + self.seconds("collect") + self.seconds("gathered")
 
 
 class Timeline:
