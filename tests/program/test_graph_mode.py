@@ -149,7 +149,7 @@ class Hooked(Mlp):
         (Asking, "asks for a number at test_graph_mode.py:"),
         (Counting, "changes a number in Python: num_calls"),
         (Drawing, "random numbers of the host (Python's random)"),
-        (Hooked, "(at test_graph_mode.py:"),
+        (Hooked, "changes what Python holds (Hooked: list)"),
     ],
 )
 def test_what_no_program_can_do_runs_by_the_loop(model: type[nn.Module], words: str, uncompiled: None) -> None:

@@ -93,10 +93,10 @@ def write_report(
         _timeline_section(timelines),
         _section(
             "Exposed communication",
-            "Medians over the recorded steps. Exposed is the time a rank stood still for a bucket, a sharded unit or the"
-            " end of the step, be it for the link or for a slower rank. Travel lasts from a bucket's launch until its collective"
-            " ended (until it was collected, where the end is not known); what of it is not exposed ran beside the"
-            " backward pass.",
+            "Medians over the recorded steps. Exposed is the time a rank stood still for a bucket, a sharded unit or"
+            " the end of the step, be it for the link or for a slower rank. Travel lasts from a bucket's launch until"
+            " its collective ended (until it was collected, where the end is not known); what of it is not exposed ran"
+            " beside the backward pass.",
             _exposed_table(timelines),
         ),
         *_straggler_section(timelines),

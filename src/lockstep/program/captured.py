@@ -26,7 +26,7 @@ from lockstep import errors, torch_private
 from lockstep.observe.timeline import now
 from lockstep.program.batch import Batch, map_tensors
 from lockstep.program.cuda import Inbox, Machine, Mark, Recording
-from lockstep.program.guards import HostRandomness, ModuleGuard, memory_of, optimizer_settings, trains
+from lockstep.program.guards import HostRandomness, ModuleGuard, hooks_on, memory_of, optimizer_settings, trains
 from lockstep.program.optimizers import Rates, keeps_python_state, load_kernels, move_step_counts
 from lockstep.program.places import shown
 from lockstep.program.reasons import JOINED, takes_rate_as_tensor
@@ -34,6 +34,7 @@ from lockstep.program.recipe import Recipe
 from lockstep.program.record import Record
 from lockstep.program.together import Together
 from lockstep.program.windows import WindowCounts, missing_in_proof, note_replay
+from lockstep.program.world import World
 
 WARMUP_CALLS = 3  # of each kind of batch: the compiler compiles, libraries choose kernels, optimizers make their state
 _MAX_AHEAD = 2  # replays that may be queued before the host waits
@@ -55,7 +56,7 @@ class Program:
     gradients: list[Tensor | None]
     grad_norm: Tensor | None
     shown: str
-    keeps: list[Tensor] = field(default_factory=list)
+    keeps: list[Any] = field(default_factory=list)
     num_replays: int = 0
 
 
@@ -73,6 +74,7 @@ class Captured:
         self._refused: dict[Hashable, str] = {}
         self._never = ""  # why no step at all can be captured
         self._guard = ModuleGuard(recipe.options.model)
+        self._world = World(recipe.options.model, recipe.options.loss)
         self._rates: Rates | None = None
         self._rates_are_baked = not all(map(takes_rate_as_tensor, recipe.options.optimizers))
         self._memory: Hashable = None
@@ -117,14 +119,16 @@ class Captured:
         amp = (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
         # Middle micro-steps are alike; the first clears gradients.
         kind = (index == 0, is_last)
-        return (kind, batch.key, self._guard.values(), baked, trains(recipe.parameters), amp)
+        num_ours = 1 if recipe.parallel.wrappers else 0
+        world = (self._guard.values(), self._world.values(), hooks_on(recipe.parameters, optimizers, num_ours))
+        return (kind, batch.key, world, baked, trains(recipe.parameters), amp)
 
     def _forget_programs(self, memory: Hashable) -> None:
         """Parameters or states lie elsewhere now: what was captured would write to where they were."""
         if self._programs:
             self._record.note("parameters or optimizer state were replaced; programs are captured anew")
+            self._seen.clear()
         self._programs.clear()
-        self._seen.clear()
         self._memory, self._kept, self._current, self._rates = memory, None, None, None
 
     # ---------------------------------------------------------------- whether
@@ -177,7 +181,7 @@ class Captured:
             self._renew_accumulators()
         # The last one before a capture shows where the host would wait, which in a capture would be an error.
         looks = self._seen[key] == WARMUP_CALLS and key not in self._refused
-        numbers = self._guard.values()
+        numbers, world = self._guard.values(), self._world.values()
         with self._machine.aside():
             if looks:
                 with self._machine.noting_waits() as places:
@@ -190,6 +194,9 @@ class Captured:
         changed = self._guard.changed(numbers)
         if changed:
             self._never = f"the step changes a number in Python: {', '.join(changed[:5])}"
+            self._record.fall_back(self._never)
+        elif not self._never and (where := self._world.changed(world)):
+            self._never = f"the step changes what Python holds ({where})"
             self._record.fall_back(self._never)
         if len(self._seen) > _MAX_KINDS:
             self._seen.clear()  # of a program that never sees the same twice
@@ -271,6 +278,7 @@ class Captured:
         program = Program(recording, inbox, outputs, gradients, recipe.grad_norm, batch.shown())
         # What a program writes to must stay its own, also where Python has let go of it.
         program.keeps = [g.detach() for g in gradients if g is not None]
+        program.keeps += self._world.objects()  # what it was made for
         self._record.num_captures += 1
         self._current = program
         return program

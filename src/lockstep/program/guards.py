@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep import torch_private
+
 _PLAIN = (int, float, bool, str, type(None))
 # Of a group of parameters: what is no setting, or changes nothing in the result.
 _NO_SETTINGS = ("params", "initial_lr", "capturable")
@@ -24,7 +26,7 @@ _address = methodcaller("data_ptr")
 
 
 class ModuleGuard:
-    """The plain numbers, flags and words that the modules of a model have."""
+    """The plain numbers, flags and words that the modules of a model have; what else Python knows is in ``World``."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places = [
@@ -44,6 +46,14 @@ class ModuleGuard:
         return [shown for (_, _, shown), old, new in pairs if old is not new and old != new]
 
 
+def hooks_on(parameters: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer], num_ours: int) -> Hashable:
+    """Say where hooks of others are: a program holds those that were there when it was made."""
+    return (
+        tuple([torch_private.has_hooks(p, num_ours=num_ours) for p in parameters if p.requires_grad]),
+        tuple(map(torch_private.optimizer_has_hooks, optimizers)),
+    )
+
+
 def optimizer_settings(optimizers: Sequence[torch.optim.Optimizer], *, with_rates: bool) -> Hashable:
     """The settings of optimizers, without what is a tensor."""
     return tuple(
@@ -59,7 +69,8 @@ def optimizer_settings(optimizers: Sequence[torch.optim.Optimizer], *, with_rate
 
 def memory_of(parameters: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> Hashable:
     """Where a program finds parameters and the state of optimizers: loading a checkpoint replaces the second."""
-    return (tuple(map(_address, parameters)), tuple(id(optimizer.state) for optimizer in optimizers))
+    states = tuple((id(optimizer.state), len(optimizer.state) > 0) for optimizer in optimizers)
+    return (tuple(map(_address, parameters)), states)
 
 
 def trains(parameters: Sequence[Tensor]) -> tuple[bool, ...]:

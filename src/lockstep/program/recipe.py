@@ -46,6 +46,7 @@ class Recipe:
 
     def begin(self) -> None:
         """Drop the gradients of the step before."""
+        self.parameters = self.options.parameters()  # others may have come to the model or an optimizer
         for parameter in self.parameters:
             parameter.grad = None
 

@@ -15,7 +15,7 @@ from lockstep.graph.compare import compare, describe_program, differing_places, 
 from lockstep.graph.turns import take_turn
 from lockstep.program.batch import Batch, map_tensors
 from lockstep.program.deliver import Delivery, launch_early
-from lockstep.program.guards import HostRandomness, ModuleGuard, memory_of, optimizer_settings, trains
+from lockstep.program.guards import HostRandomness, ModuleGuard, hooks_on, memory_of, optimizer_settings, trains
 from lockstep.program.optimizers import keeps_python_state, move_step_counts
 from lockstep.program.places import shown
 from lockstep.program.reasons import JOINED
@@ -24,6 +24,7 @@ from lockstep.program.record import Record
 from lockstep.program.together import Together
 from lockstep.program.traced import Untraceable, WholeStep
 from lockstep.program.windows import note_replay
+from lockstep.program.world import World
 
 _MAX_KINDS = 1000  # of batches that are remembered
 WARMUP_CALLS = 1  # of each kind of batch: the state of optimizers is made by a real step
@@ -39,6 +40,7 @@ class GraphProgram:
     graph: Any
     shown: str
     differing_places: Callable[[], list[str]]  # where other ranks have other numbers in it
+    world: list[Any]  # what it was made for, kept alive
     num_runs: int = 0
 
 
@@ -54,6 +56,7 @@ class Whole:
         self._refused: set[Hashable] = set()
         self._never = ""  # why no step at all can be a program
         self._guard = ModuleGuard(recipe.options.model)
+        self._world = World(recipe.options.model, recipe.options.loss)
         self._memory: Hashable = None
         wrappers = recipe.parallel.wrappers
         self._delivery = Delivery(wrappers[0]) if wrappers else None
@@ -76,16 +79,16 @@ class Whole:
         batch = Batch.of(tree)
         key = self._key(batch, index, is_last)
         program = self._programs.get(key)
-        if program is None:
-            if not self._may_trace(key, batch):
-                return self._loop(tree, index, is_last, key)
+        if program is None and self._may_trace(key, batch):
             try:
                 program = self._programs[key] = self._make(batch, index, is_last)
             except Exception as error:
                 self._refuse(
                     key, f"it cannot be one program: {error if isinstance(error, Untraceable) else shown(error)}"
                 )
-                return self._loop(tree, index, is_last, key)
+        # All or none: a program rounds an update in other places than the loop, and ranks would drift apart by that.
+        if not self._together.all_can(program is not None, index) or program is None:
+            return self._loop(tree, index, is_last, key)
         return self._run(program, batch, index, is_last)
 
     def _key(self, batch: Batch, index: int, is_last: bool) -> Hashable:
@@ -95,12 +98,18 @@ class Whole:
         if memory != self._memory:
             if self._programs:
                 self._record.note("the plan or the optimizer state was replaced; programs are made anew")
+                self._seen.clear()  # the state of optimizers may have to be made again
             self._programs.clear()
             self._memory = memory
         device = recipe.parallel.device.type
         amp = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         baked = optimizer_settings(optimizers, with_rates=False)
-        return ((index == 0, is_last), batch.key, self._guard.values(), baked, trains(recipe.parameters), amp)
+        world = (self._guard.values(), self._world.values(), self._hooks())
+        return ((index == 0, is_last), batch.key, world, baked, trains(recipe.parameters), amp)
+
+    def _hooks(self) -> Hashable:
+        recipe = self._recipe
+        return hooks_on(recipe.parameters, recipe.options.optimizers, 1 if recipe.parallel.wrappers else 0)
 
     def _may_trace(self, key: Hashable, batch: Batch) -> bool:
         if self._never or key in self._refused or self._seen[key] < WARMUP_CALLS:
@@ -110,6 +119,8 @@ class Whole:
             return self._refuse(key, f"the batch holds a {batch.opaque}, which may be another one in each step")
         if any(t.requires_grad for t in batch.tensors):
             return self._refuse(key, "the batch holds a tensor that needs a gradient")
+        if any(map(any, self._hooks())):  # type: ignore[call-overload]
+            return self._refuse(key, "a hook looks at the gradient of a parameter, or at the steps of an optimizer")
         python_state = keeps_python_state(options.optimizers)
         if python_state:
             return self._refuse(key, python_state)
@@ -141,7 +152,7 @@ class Whole:
             trained = [p for p in recipe.parameters if p.requires_grad]
             for parameter, gradient in zip(trained, self._sums(), strict=True):
                 parameter.grad = gradient.detach()
-        numbers = self._guard.values()
+        numbers, world = self._guard.values(), self._world.values()
         result = recipe.micro(tree, is_last=is_last)
         if is_last:
             recipe.update()
@@ -149,6 +160,9 @@ class Whole:
         changed = self._guard.changed(numbers)
         if changed:
             self._never = f"the step changes a number in Python: {', '.join(changed[:5])}"
+            self._record.fall_back(self._never)
+        elif not self._never and (where := self._world.changed(world)):
+            self._never = f"the step changes what Python holds ({where})"
             self._record.fall_back(self._never)
         if len(self._seen) > _MAX_KINDS:
             self._seen.clear()  # of a program that never sees the same twice
@@ -188,7 +202,7 @@ class Whole:
         wrappers = recipe.parallel.wrappers
         around = take_turn if wrappers and wrappers[0]._peers.world > 1 else None
         run = torch_private.compile_program(graph, inputs.flat(), around)
-        return GraphProgram(whole, run, digest_of(graph), graph, batch.shown(), differing)
+        return GraphProgram(whole, run, digest_of(graph), graph, batch.shown(), differing, self._world.objects())
 
     def _compare(self, graph: Any, batch: Batch, index: int, is_last: bool) -> Callable[[], list[str]]:
         """Say so if another rank makes another program in the place of this one; returns where they differ."""
