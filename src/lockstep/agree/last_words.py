@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import os
 import sys
 import threading
 from time import monotonic, sleep
@@ -35,6 +36,7 @@ class _State:
     """How far this process has come with it."""
 
     is_prepared = is_installed = has_ended = False
+    pid = 0  # of the process that has peers, once it has
 
 
 def prepare() -> None:
@@ -49,6 +51,7 @@ def _install() -> None:
     """The process has peers: tell them from now on."""
     if not _State.is_installed:
         _State.is_installed = True
+        _State.pid = os.getpid()
         _hook_exceptions()
         _hook_threads()
         # Once more, since what is registered last is called first: before others end what we need.
@@ -93,8 +96,15 @@ def _is_called_by_hand() -> bool:
     return frame.f_code.co_name in ("<module>", "_run_module_as_main", "_bootstrap")
 
 
+def _is_child() -> bool:
+    """Whether this process was forked by a rank: it is none, and its end is not a rank's."""
+    return _State.pid not in (0, os.getpid())
+
+
 def _tell(error: BaseException) -> None:
     """Leave the words of an exception that ends this process, also where it has not come to wrap a model."""
+    if _is_child():
+        return
     with contextlib.suppress(Exception):
         pulses.pulse_of_this_process()
     for pulse in pulses.living_pulses():
@@ -104,7 +114,7 @@ def _tell(error: BaseException) -> None:
 
 def _end() -> None:
     """The process ends: say so, let those who need the store hear it, and end the threads that speak to it."""
-    if _State.has_ended:
+    if _State.has_ended or _is_child():
         return
     # Python sets this for an exception that nobody caught, and for no other: also for one before a model was wrapped.
     error = getattr(sys, "last_value", None)

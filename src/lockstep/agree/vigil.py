@@ -152,10 +152,15 @@ class Vigil:
         """The error for a wait that the backend itself has given up."""
         return self._told(self._store_is_silent() if self._store_silent else self._too_late(self.late, what))
 
-    def _too_late(self, ranks: list[int], what: str) -> PeerLate:
+    @property
+    def _me(self) -> int:
+        return self._watch.shown(self._watch.rank)
+
+    def _too_late(self, late: list[int], what: str) -> PeerLate:
+        ranks = list(map(self._watch.shown, late))
         who = f"Rank(s) {ranks}" if ranks else "Ranks that are not known to be late (all arrived; the link is silent)"
         return PeerLate(
-            f"{who} {what}, while rank {self._watch.rank} waited in {self._place}.\nLast seen:\n{self._table()}\n"
+            f"{who} {what}, while rank {self._me} waited in {self._place}.\nLast seen:\n{self._table()}\n"
             "Likely causes: a rank that is stopped, frozen or cut off; that does something long of its own "
             "(evaluation, a checkpoint, compiling); or that has fewer batches than the others.\n"
             "Fix: look at that rank; wrap the loop in model.join() if inputs are uneven; raise late_timeout= (or the "
@@ -167,10 +172,16 @@ class Vigil:
         pulse = self._watch.pulse
         assert pulse is not None
         hosts = [rank for rank, member in self._watch.peers() if member in pulse.hosts()]
-        host = f"the process of rank {hosts[0]}, which hosts it," if hosts else "the process that hosts it"
-        state = "".join(f" Rank {rank} {why}." for rank in hosts if (why := self._watch.condition(rank)))
+        host = (
+            f"the process of rank {self._watch.shown(hosts[0])}, which hosts it,"
+            if hosts
+            else "the process that hosts it"
+        )
+        state = "".join(
+            f" Rank {self._watch.shown(rank)} {why}." for rank in hosts if (why := self._watch.condition(rank))
+        )
         return StoreSilent(
-            f"The store is silent: it has not answered rank {self._watch.rank} for {self._store_silent:.0f} s, which "
+            f"The store is silent: it has not answered rank {self._me} for {self._store_silent:.0f} s, which "
             f"waits in {self._place}. So {host} is stopped, frozen or gone, or this rank is cut off.{state}\n"
             f"Last seen:\n{self._table()}",
             hosts,
@@ -178,12 +189,12 @@ class Vigil:
 
     def _table(self) -> str:
         """What each rank was last seen doing."""
-        words = {self._watch.rank: f"waits in {self._place}"}
+        words = {self._watch.shown(self._watch.rank): f"waits in {self._place}"}
         for rank, member in self._watch.peers():
             pulse = self._watch.pulse
             beat = pulse.last_seen(member) if pulse is not None else None
             seen = beat.words if beat is not None else "no sign of life was ever read"
-            words[rank] = "; ".join([*([c] if (c := self._condition(rank)) else []), seen])
+            words[member] = "; ".join([*([c] if (c := self._condition(rank)) else []), seen])
         return rank_table(words)
 
     def _condition(self, rank: int) -> str:
@@ -203,16 +214,16 @@ class Vigil:
             beat = watch.pulse.last_seen(member) if watch.pulse is not None else None
             if rank in late:
                 condition = self._condition(rank) or "alive"
-                rows.append(f"; rank {rank}: {condition}, {beat.words if beat is not None else 'never seen'}")
+                rows.append(f"; rank {member}: {condition}, {beat.words if beat is not None else 'never seen'}")
         unknown = "none is known to be late (a slow link, or all ranks arrived just now)"
         if self._store_silent:
             unknown = f"not known, the store is silent for {self._store_silent:.0f} s"
         logger.warning(
             "Rank %d is still waiting in %s, for %.0f s. Ranks that have not arrived there: %s%s.",
-            watch.rank,
+            watch.shown(watch.rank),
             self._place,
             self.waited,
-            late or unknown,
+            list(map(watch.shown, late)) or unknown,
             "".join(rows),
         )
         if watch.pulse is not None and late and watch.rank == min(r for r in range(watch.world) if r not in late):
@@ -228,4 +239,4 @@ class Vigil:
             stack = pulse.stack_of(member)
             if stack:
                 self._shown.add(rank)
-                logger.warning("Rank %d, which others wait for, is here:\n%s", rank, stack.rstrip())
+                logger.warning("Rank %d, which others wait for, is here:\n%s", member, stack.rstrip())

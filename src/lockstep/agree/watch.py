@@ -96,6 +96,10 @@ class Watch:
             return []
         return [(rank, member) for rank, member in enumerate(self.board.members) if rank != self.rank]
 
+    def shown(self, rank: int) -> int:
+        """A rank of the group as messages and errors name it: by its global number, as the launcher does."""
+        return rank if self.board is None else self.board.members[rank]
+
     def doing(self) -> str:
         """What this rank is doing, for its signs of life."""
         return self.progress() if self.progress is not None else ""
@@ -293,11 +297,14 @@ class Watch:
         if words.type == Disagreement.__name__:
             raise Disagreement(words.text)
         if words.type in ("PeerLate", "StoreSilent"):
-            raise PeerLate(f"{words.text}\n(Rank {words.rank} has said so; rank {self.rank} stops too.)", words.ranks)
+            raise PeerLate(
+                f"{words.text}\n(Rank {self.shown(words.rank)} has said so; rank {self.shown(self.rank)} stops too.)",
+                words.ranks,
+            )
         raise PeerFailed(
-            f"Rank {words.rank} failed while rank {self.rank} waited for it in {moment()}. It said:\n"
-            f"{words.type}: {words.text}",
-            words.rank,
+            f"Rank {self.shown(words.rank)} failed while rank {self.shown(self.rank)} waited for it in {moment()}. It "
+            f"said:\n{words.type}: {words.text}",
+            self.shown(words.rank),
         )
 
     def require_wanted(self, moment: Callable[[], str]) -> None:
@@ -371,11 +378,12 @@ class Watch:
         assert self.board is not None
         self.raise_failed_peer(lambda: place)
         process = self.pulse.process_of(self.board.members[rank]) if self.pulse is not None else None
-        who = f"Rank {rank} ({process})" if process is not None else f"Rank {rank}"
+        number = self.shown(rank)
+        who = f"Rank {number} ({process})" if process is not None else f"Rank {number}"
         fix = "\nFix: give all ranks as many batches, or wrap the loop in model.join()." if reason.ended else ""
         return PeerLost(
-            f"{who} is gone, and rank {self.rank} waited for it in {place}. It {reason.text}{fix}",
-            rank,
+            f"{who} is gone, and rank {self.shown(self.rank)} waited for it in {place}. It {reason.text}{fix}",
+            number,
             host=process.host if process is not None else "",
             pid=process.pid if process is not None else None,
         )
@@ -385,8 +393,9 @@ class Watch:
             raise vigil.too_late(f"did not arrive within the process group's {self._group_seconds:g} s") from error
         self.explain_broken(error, moment)
         raise PeerLost(
-            f"Rank {self.rank} lost a peer in {moment()}: {error}\nThat peer left no error behind, and which one it is "
-            "could not be seen from here: look at the first rank that ended, and at the launcher's summary."
+            f"Rank {self.shown(self.rank)} lost a peer in {moment()}: {error}\nThat peer left no error behind, and"
+            " which one it is could not be seen from here: look at the first rank that ended, and at the launcher's"
+            " summary."
         ) from error
 
     def explain_broken(self, error: RuntimeError, moment: Callable[[], str]) -> None:
