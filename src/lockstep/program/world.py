@@ -87,7 +87,7 @@ def _containers(value: Any) -> Iterator[tuple[_Look, list[Any]]]:
         for name in _STRUCTURE:
             entries: Mapping[Any, Any] = getattr(value, name)
             yield partial(_entries_of, value, name), list(entries.values()) if name == "_modules" else []
-        if not type(value).__module__.startswith(("lockstep", "torch._dynamo")):
+        if not (type(value).__module__.startswith("lockstep") or "_orig_mod" in value._modules):
             yield partial(_public, vars(value)), _public(vars(value))
     elif isinstance(value, types.FunctionType):
         names = [name for name in value.__code__.co_names if name in value.__globals__]
