@@ -10,14 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from lockstep import torch_private
 from tests.program.loops import CASES, Mlp, assert_close, batch_of, by_hand, by_step, make_step, set_up
-
-
-@pytest.fixture
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run programs as they were traced, operator by operator: what is tested is the program, not the compiler."""
-    monkeypatch.setattr(torch_private, "compile_program", lambda graph, *_: graph, raising=False)
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "ddp"])

@@ -11,16 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from lockstep import torch_private
 from lockstep.program.world import World
 
 factor = 1.0
-
-
-@pytest.fixture
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run programs as they were traced: what is tested is when they are used."""
-    monkeypatch.setattr(torch_private, "compile_program", lambda graph, *_: graph, raising=False)
 
 
 class Net(nn.Module):

@@ -26,7 +26,7 @@ from lockstep import errors, torch_private
 from lockstep.observe.timeline import now
 from lockstep.program.batch import Batch, map_tensors
 from lockstep.program.cuda import Inbox, Machine, Mark, Recording
-from lockstep.program.guards import HostRandomness, ModuleGuard, hooks_on, memory_of, optimizer_settings, trains
+from lockstep.program.guards import HostRandomness, Surroundings, memory_of, optimizer_settings, trains
 from lockstep.program.optimizers import Rates, keeps_python_state, load_kernels, move_step_counts
 from lockstep.program.places import shown
 from lockstep.program.reasons import JOINED, takes_rate_as_tensor
@@ -34,7 +34,6 @@ from lockstep.program.recipe import Recipe
 from lockstep.program.record import Record
 from lockstep.program.together import Together
 from lockstep.program.windows import WindowCounts, missing_in_proof, note_replay
-from lockstep.program.world import World
 
 WARMUP_CALLS = 3  # of each kind of batch: the compiler compiles, libraries choose kernels, optimizers make their state
 _MAX_AHEAD = 2  # replays that may be queued before the host waits
@@ -73,8 +72,7 @@ class Captured:
         self._waits: dict[Hashable, list[str]] = {}
         self._refused: dict[Hashable, str] = {}
         self._never = ""  # why no step at all can be captured
-        self._guard = ModuleGuard(recipe.options.model)
-        self._world = World(recipe.options.model, recipe.options.loss)
+        self._surroundings = Surroundings(recipe)
         self._rates: Rates | None = None
         self._rates_are_baked = not all(map(takes_rate_as_tensor, recipe.options.optimizers))
         self._memory: Hashable = None
@@ -119,9 +117,7 @@ class Captured:
         amp = (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
         # Middle micro-steps are alike; the first clears gradients.
         kind = (index == 0, is_last)
-        num_ours = 1 if recipe.parallel.wrappers else 0
-        world = (self._guard.values(), self._world.values(), hooks_on(recipe.parameters, optimizers, num_ours))
-        return (kind, batch.key, world, baked, trains(recipe.parameters), amp)
+        return (kind, batch.key, self._surroundings.values(), baked, trains(recipe.parameters), amp)
 
     def _forget_programs(self, memory: Hashable) -> None:
         """Parameters or states lie elsewhere now: what was captured would write to where they were."""
@@ -181,7 +177,7 @@ class Captured:
             self._renew_accumulators()
         # The last one before a capture shows where the host would wait, which in a capture would be an error.
         looks = self._seen[key] == WARMUP_CALLS and key not in self._refused
-        numbers, world = self._guard.values(), self._world.values()
+        before = self._surroundings.values()
         with self._machine.aside():
             if looks:
                 with self._machine.noting_waits() as places:
@@ -191,13 +187,9 @@ class Captured:
                 result = self._walk(recipe.moved(tree), index, is_last)
         self._current = None
         self._record.num_loop_calls += 1
-        changed = self._guard.changed(numbers)
-        if changed:
-            self._never = f"the step changes a number in Python: {', '.join(changed[:5])}"
-            self._record.fall_back(self._never)
-        elif not self._never and (where := self._world.changed(world)):
-            self._never = f"the step changes what Python holds ({where})"
-            self._record.fall_back(self._never)
+        if not self._never and (changed := self._surroundings.changed(before)):
+            self._never = changed
+            self._record.fall_back(changed)
         if len(self._seen) > _MAX_KINDS:
             self._seen.clear()  # of a program that never sees the same twice
         return result
@@ -254,7 +246,7 @@ class Captured:
             reducer.finiteness.prepare_capture(len(reducer.buckets), recipe.parallel.device)
         inbox = self._machine.inbox(batch.tensors)
         inbox.put(batch.tensors)
-        counts, randomness, numbers = WindowCounts(recipe.parallel), HostRandomness(), self._guard.values()
+        counts, randomness, before = WindowCounts(recipe.parallel), HostRandomness(), self._surroundings.values()
         norm = recipe.grad_norm
         ok = False
         try:
@@ -262,7 +254,7 @@ class Captured:
                 recording, outputs = self._machine.record(
                     lambda: self._captured_walk(batch.rebuilt(inbox.tensors), index, is_last)
                 )
-            self._check_capture(randomness, numbers, is_last)
+            self._check_capture(randomness, before, is_last)
             ok = True
         finally:
             if not ok:
@@ -278,7 +270,7 @@ class Captured:
         program = Program(recording, inbox, outputs, gradients, recipe.grad_norm, batch.shown())
         # What a program writes to must stay its own, also where Python has let go of it.
         program.keeps = [g.detach() for g in gradients if g is not None]
-        program.keeps += self._world.objects()  # what it was made for
+        program.keeps += self._surroundings.objects()  # what it was made for
         self._record.num_captures += 1
         self._current = program
         return program
@@ -293,13 +285,13 @@ class Captured:
             self._counter.add_(1)
         return result
 
-    def _check_capture(self, randomness: HostRandomness, numbers: tuple[Any, ...], is_last: bool) -> None:
+    def _check_capture(self, randomness: HostRandomness, before: tuple[Any, ...], is_last: bool) -> None:
         drawn = randomness.drawn()
         if drawn:
             raise Refused(f"the step draws random numbers of the host ({', '.join(drawn)})")
-        changed = self._guard.changed(numbers)
+        changed = self._surroundings.changed(before)
         if changed:
-            raise Refused(f"the step changes a number in Python: {', '.join(changed[:5])}")
+            raise Refused(changed)
         missing = missing_in_proof(self._recipe.parallel) if is_last else []
         if missing:
             raise Refused(f"it would not reduce {', '.join(missing[:5])}")

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import torch_private
+from lockstep.program.recipe import Recipe
+from lockstep.program.world import World
 
 _PLAIN = (int, float, bool, str, type(None))
 # Of a group of parameters: what is no setting, or changes nothing in the result.
@@ -46,12 +48,42 @@ class ModuleGuard:
         return [shown for (_, _, shown), old, new in pairs if old is not new and old != new]
 
 
-def hooks_on(parameters: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer], num_ours: int) -> Hashable:
-    """Say where hooks of others are: a program holds those that were there when it was made."""
-    return (
-        tuple([torch_private.has_hooks(p, num_ours=num_ours) for p in parameters if p.requires_grad]),
-        tuple(map(torch_private.optimizer_has_hooks, optimizers)),
-    )
+class Surroundings:
+    """All that a program was made for and does not ask again: numbers of modules, what else Python holds, hooks."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self.numbers = ModuleGuard(recipe.options.model)
+        self._world = World(recipe.options.model, recipe.options.loss)
+        self._num_ours = 1 if recipe.parallel.wrappers else 0
+
+    def values(self) -> tuple[Any, ...]:
+        """All of it as it is now; another value means another program."""
+        return (self.numbers.values(), self._world.values(), self._hooks())
+
+    def changed(self, before: tuple[Any, ...]) -> str:
+        """Say what a step has changed by itself, which no program can follow; empty if nothing."""
+        numbers = self.numbers.changed(before[0])
+        if numbers:
+            return f"the step changes a number in Python: {', '.join(numbers[:5])}"
+        where = self._world.changed(before[1])
+        return f"the step changes what Python holds ({where})" if where else ""
+
+    def objects(self) -> list[Any]:
+        """What a program has to keep alive, since it knows it by identity."""
+        return self._world.objects()
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether hooks of others look at gradients, or at the steps of optimizers."""
+        return any(map(any, self._hooks()))
+
+    def _hooks(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        parameters = [p for p in self._recipe.parameters if p.requires_grad]
+        return (
+            tuple([torch_private.has_hooks(p, num_ours=self._num_ours) for p in parameters]),
+            tuple(map(torch_private.optimizer_has_hooks, self._recipe.options.optimizers)),
+        )
 
 
 def optimizer_settings(optimizers: Sequence[torch.optim.Optimizer], *, with_rates: bool) -> Hashable:

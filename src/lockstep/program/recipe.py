@@ -28,10 +28,18 @@ class Recipe:
         self.options = options
         self.parallel = parallel
         self.parameters = options.parameters()
+        self._held: list[int] = []  # by optimizers, when this was last looked at
         self.average = WeightAverage(options.model, options.average) if isinstance(options.average, float) else None
         self.grad_norm: Tensor | None = None  # of the last update, before it was clipped
         self.compute: Callable[[Any], Any] = self._compute  # what is compiled, where something is
         self._device = parallel.device
+
+    def follow_optimizers(self) -> None:
+        """Before a window: take up parameters that have come to an optimizer since the last one."""
+        held = [id(p) for o in self.options.optimizers for group in o.param_groups for p in group["params"]]
+        if held != self._held:
+            self._held = held
+            self.parameters = self.options.parameters()
 
     def _compute(self, batch: Any) -> Any:
         return self.options.loss(self.options.model, batch)
@@ -46,7 +54,6 @@ class Recipe:
 
     def begin(self) -> None:
         """Drop the gradients of the step before."""
-        self.parameters = self.options.parameters()  # others may have come to the model or an optimizer
         for parameter in self.parameters:
             parameter.grad = None
 

@@ -89,6 +89,8 @@ class TrainStep:
         if self._runner is None:
             self._runner = self._choose()
         index, is_last = self._micro, self.is_last
+        if index == 0:
+            self._recipe.follow_optimizers()
         result = self._runner.micro(batch, index, is_last=is_last)
         if is_last:
             self._recipe.follow()
@@ -162,14 +164,18 @@ class TrainStep:
             programs = runner.shown()
             places = runner.rank_is_baked_in_at()
             notes += [f"rank is baked in at {place}: each rank has a program of its own" for place in places]
+        num_program_calls = record.num_replays + record.num_graph_calls
+        runs = record.runs or "nothing yet; it is chosen in the first call"
+        if record.reasons and record.num_loop_calls and not num_program_calls:
+            runs = _WORDS[Mode.LOOP]
         return StepExplanation(
             asked=record.asked,
-            runs=record.runs or "nothing yet; it is chosen in the first call",
+            runs=runs,
             reasons=tuple(record.reasons),
             notes=tuple(notes),
             programs=tuple(programs),
             num_loop_calls=record.num_loop_calls,
-            num_program_calls=record.num_replays + record.num_graph_calls,
+            num_program_calls=num_program_calls,
         )
 
     # ---------------------------------------------------------------- state

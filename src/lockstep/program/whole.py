@@ -15,7 +15,7 @@ from lockstep.graph.compare import compare, describe_program, differing_places, 
 from lockstep.graph.turns import take_turn
 from lockstep.program.batch import Batch, map_tensors
 from lockstep.program.deliver import Delivery, launch_early
-from lockstep.program.guards import HostRandomness, ModuleGuard, hooks_on, memory_of, optimizer_settings, trains
+from lockstep.program.guards import HostRandomness, Surroundings, memory_of, optimizer_settings, trains
 from lockstep.program.optimizers import keeps_python_state, move_step_counts
 from lockstep.program.places import shown
 from lockstep.program.reasons import JOINED
@@ -24,7 +24,6 @@ from lockstep.program.record import Record
 from lockstep.program.together import Together
 from lockstep.program.traced import Untraceable, WholeStep
 from lockstep.program.windows import note_replay
-from lockstep.program.world import World
 
 _MAX_KINDS = 1000  # of batches that are remembered
 WARMUP_CALLS = 1  # of each kind of batch: the state of optimizers is made by a real step
@@ -55,8 +54,7 @@ class Whole:
         self._seen: Counter[Hashable] = Counter()
         self._refused: set[Hashable] = set()
         self._never = ""  # why no step at all can be a program
-        self._guard = ModuleGuard(recipe.options.model)
-        self._world = World(recipe.options.model, recipe.options.loss)
+        self._surroundings = Surroundings(recipe)
         self._memory: Hashable = None
         wrappers = recipe.parallel.wrappers
         self._delivery = Delivery(wrappers[0]) if wrappers else None
@@ -104,12 +102,8 @@ class Whole:
         device = recipe.parallel.device.type
         amp = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         baked = optimizer_settings(optimizers, with_rates=False)
-        world = (self._guard.values(), self._world.values(), self._hooks())
-        return ((index == 0, is_last), batch.key, world, baked, trains(recipe.parameters), amp)
-
-    def _hooks(self) -> Hashable:
-        recipe = self._recipe
-        return hooks_on(recipe.parameters, recipe.options.optimizers, 1 if recipe.parallel.wrappers else 0)
+        around = self._surroundings.values()
+        return ((index == 0, is_last), batch.key, around, baked, trains(recipe.parameters), amp)
 
     def _may_trace(self, key: Hashable, batch: Batch) -> bool:
         if self._never or key in self._refused or self._seen[key] < WARMUP_CALLS:
@@ -119,7 +113,7 @@ class Whole:
             return self._refuse(key, f"the batch holds a {batch.opaque}, which may be another one in each step")
         if any(t.requires_grad for t in batch.tensors):
             return self._refuse(key, "the batch holds a tensor that needs a gradient")
-        if any(map(any, self._hooks())):  # type: ignore[call-overload]
+        if self._surroundings.has_hooks:
             return self._refuse(key, "a hook looks at the gradient of a parameter, or at the steps of an optimizer")
         python_state = keeps_python_state(options.optimizers)
         if python_state:
@@ -152,18 +146,14 @@ class Whole:
             trained = [p for p in recipe.parameters if p.requires_grad]
             for parameter, gradient in zip(trained, self._sums(), strict=True):
                 parameter.grad = gradient.detach()
-        numbers, world = self._guard.values(), self._world.values()
+        before = self._surroundings.values()
         result = recipe.micro(tree, is_last=is_last)
         if is_last:
             recipe.update()
         self._record.num_loop_calls += 1
-        changed = self._guard.changed(numbers)
-        if changed:
-            self._never = f"the step changes a number in Python: {', '.join(changed[:5])}"
-            self._record.fall_back(self._never)
-        elif not self._never and (where := self._world.changed(world)):
-            self._never = f"the step changes what Python holds ({where})"
-            self._record.fall_back(self._never)
+        if not self._never and (changed := self._surroundings.changed(before)):
+            self._never = changed
+            self._record.fall_back(changed)
         if len(self._seen) > _MAX_KINDS:
             self._seen.clear()  # of a program that never sees the same twice
         return result
@@ -183,7 +173,7 @@ class Whole:
         move_step_counts(recipe.options.optimizers)
         whole = WholeStep(recipe, batch, self._delivery, index, is_last)
         inputs = whole.inputs(batch.tensors, self._rates, self._sums())
-        randomness, numbers = HostRandomness(), self._guard.values()
+        randomness, before = HostRandomness(), self._surroundings.values()
         try:
             graph = torch_private.trace_program(whole.function(inputs), inputs.flat())
         finally:
@@ -191,9 +181,9 @@ class Whole:
             randomness.restore()
         if drawn:
             raise Untraceable(f"the step draws random numbers of the host ({', '.join(drawn)})")
-        changed = self._guard.changed(numbers)
+        changed = self._surroundings.changed(before)
         if changed:
-            raise Untraceable(f"the step changes a number in Python: {', '.join(changed[:5])}")
+            raise Untraceable(changed)
         for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._local_scalar_dense.default):
             raise Untraceable(f"the step asks for a number at {place_of(node) or 'a line of the loss function'}")
         launch_early(graph)
@@ -202,7 +192,7 @@ class Whole:
         wrappers = recipe.parallel.wrappers
         around = take_turn if wrappers and wrappers[0]._peers.world > 1 else None
         run = torch_private.compile_program(graph, inputs.flat(), around)
-        return GraphProgram(whole, run, digest_of(graph), graph, batch.shown(), differing, self._world.objects())
+        return GraphProgram(whole, run, digest_of(graph), graph, batch.shown(), differing, self._surroundings.objects())
 
     def _compare(self, graph: Any, batch: Batch, index: int, is_last: bool) -> Callable[[], list[str]]:
         """Say so if another rank makes another program in the place of this one; returns where they differ."""
