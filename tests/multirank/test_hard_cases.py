@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
 import warnings
 from typing import Any
 
@@ -269,15 +270,18 @@ def test_a_third_party_reentrant_checkpoint_with_accumulation(bucket_cap_mb: flo
     run_ranks(2, third_party_checkpoint, bucket_cap_mb)
 
 
-def wrap_fails_on_one_rank() -> None:
+def wrap_fails_on_one_rank(late: int | None) -> None:
     import lockstep
 
+    if dist.get_rank() == late:
+        time.sleep(4)  # by now the one that failed has ended, and the others have looked around
     module = nn.Linear(3, 3)
     lockstep.DDP(module.requires_grad_(False) if dist.get_rank() == 1 else module)
 
 
-def test_a_rank_that_cannot_wrap_is_quoted_on_the_others() -> None:
-    errors = expect_errors(3, [0, 1, 2], wrap_fails_on_one_rank)
+@pytest.mark.parametrize("late", [None, 0, 2], ids=["together", "rank 0 late", "rank 2 late"])
+def test_a_rank_that_cannot_wrap_is_quoted_on_the_others(late: int | None) -> None:
+    errors = expect_errors(3, [0, 1, 2], wrap_fails_on_one_rank, late)
     assert errors[1].type_name == "RuntimeError"
     for rank in (0, 2):
         assert errors[rank].type_name == "PeerFailed"

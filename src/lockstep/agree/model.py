@@ -17,7 +17,7 @@ from time import monotonic
 from lockstep import settings
 from lockstep.agree.beat import Words, read_words, words_of
 from lockstep.agree.board import Board
-from lockstep.errors import Disagreement, LockstepError, PeerFailed, PeerLate, rank_table
+from lockstep.errors import Disagreement, LockstepError, PeerFailed, PeerLate, PeerLost, rank_table
 
 logger = logging.getLogger("lockstep")
 
@@ -92,26 +92,47 @@ def agree_on_model(board: Board, mine: ModelDescription, timeout_seconds: float)
     else:
         verdict = _wait_for_verdict(board, deadline)
     if verdict.startswith(_FAILED):
-        failure = read_words(verdict.removeprefix(_FAILED), board.world)
-        who, said = ("A rank", "nothing that can be read") if failure is None else _quoted(failure)
-        raise PeerFailed(
-            f"{who} could not wrap its model, so rank {board.rank} stops too. It said:\n{said}",
-            None if failure is None else failure.rank,
-        )
+        raise _failed(board, verdict)
     if verdict != _EQUAL:
         board.post(f"description/{board.rank}", text)
         raise _disagreement(board, monotonic() + timeout_seconds)
+
+
+def _failed(board: Board, text: str) -> PeerFailed:
+    failure = read_words(text.removeprefix(_FAILED), board.world)
+    who, said = ("A rank", "nothing that can be read") if failure is None else _quoted(failure)
+    return PeerFailed(
+        f"{who} could not wrap its model, so rank {board.rank} stops too. It said:\n{said}",
+        None if failure is None else failure.rank,
+    )
 
 
 def _quoted(words: Words) -> tuple[str, str]:
     return f"Rank {words.rank}", f"{words.type}: {words.text}"
 
 
+def _wait_for(board: Board, keys: list[str], deadline: float) -> None:
+    """Wait for all of ``keys``; a rank that has said why it cannot wrap is quoted, also if it has ended meanwhile."""
+    try:
+        missing = board.wait_for(keys, deadline, _slow_arrival_warning(board))
+    except PeerLost:
+        _raise_told_failure(board)
+        raise
+    if missing:
+        _raise_told_failure(board)
+        raise _late(board)
+
+
+def _raise_told_failure(board: Board) -> None:
+    """Raise what a rank has posted in place of its digest, where one has."""
+    for text in board.read_all(f"digest/{rank}" for rank in range(board.world)):
+        if text is not None and text.startswith(_FAILED):
+            raise _failed(board, text)
+
+
 def _collect_verdict(board: Board, digest: str, deadline: float) -> str:
     others = [f"digest/{rank}" for rank in range(1, board.world)]
-    missing = board.wait_for(others, deadline, _slow_arrival_warning(board))
-    if missing:
-        raise _late(board)
+    _wait_for(board, others, deadline)
     digests = [text or "" for text in board.read_all(others)]
     failed = next((d for d in digests if d.startswith(_FAILED)), None)
     if failed is not None:
@@ -120,8 +141,7 @@ def _collect_verdict(board: Board, digest: str, deadline: float) -> str:
 
 
 def _wait_for_verdict(board: Board, deadline: float) -> str:
-    if board.wait_for(["verdict"], deadline, _slow_arrival_warning(board)):
-        raise _late(board)
+    _wait_for(board, ["verdict"], deadline)
     verdict = board.read("verdict")
     assert verdict is not None
     return verdict
