@@ -28,14 +28,24 @@ import pytest
 
 # Limits are against hangs: many times what a run takes, so that a busy machine does not reach them.
 DEFAULT_LIMIT_S = 300.0
-# What nearly every run needs, imported once in the server instead of once per rank. The compiler is here
-# because torch's own wrapper and its optimizers import it on first use.
-WARM_MODULES = ["torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo"]
+# What nearly every run needs, imported once in the server instead of once per rank: also what is only imported on first
+# use, of torch (the compiler, for which its own wrapper and its optimizers ask too) and of Lockstep.
+WARM_MODULES = [
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch._dynamo",
+    "torch._dynamo.backends.inductor",
+    "torch._dynamo.repro.after_dynamo",
+    "torch._functorch.aot_autograd",
+    "torch._inductor.compile_fx",
+    "torch.distributed.tensor.experimental",
+]
 MAX_OUTPUT_CHARS = 6000
 
 SUBJECT = os.environ.get("LOCKSTEP_TEST_SUBJECT", "lockstep")
 if SUBJECT == "lockstep":
-    WARM_MODULES.append("lockstep")
+    WARM_MODULES += ["lockstep", "lockstep.ddp.wrapper", "lockstep.graph.backend", "lockstep.shard.module"]
 
 
 def subject_class() -> Any:
