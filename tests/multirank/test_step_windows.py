@@ -15,6 +15,7 @@ from multirank.mixes import (
     BLOCKS,
     COMPILE_THEN_WRAP,
     EAGER,
+    MODES,
     PRELOAD,
     WHOLE,
     WRAP_THEN_COMPILE,
@@ -271,8 +272,13 @@ def two_dtypes() -> list[nn.Module]:
 
 
 FINDS_UNUSED = {"find_unused_parameters": True}
+WIDE = {"bucket_cap_mb": 0.0022}  # of parts of two blocks
+KEPT = {**WIDE, "gradient_as_bucket_view": True}
 PARAMETERS = {
     "zeroed_in_place": Mix(simple, one_net, set_to_none=False),
+    # A bucket of several graphs, in which gradients that are zeroed in place still lie when the first graph delivers.
+    "zeroed_in_a_bucket_that_is_kept": Mix(simple, one_net, options=KEPT, set_to_none=False, modes=MODES),
+    "zeroed_in_a_bucket_of_several_graphs": Mix(simple, one_net, options=WIDE, set_to_none=False, modes=(BLOCKS,)),
     "frozen_in_a_later_step": Mix(frozen_from_step_3, one_net, num_steps=8, world=3),
     "an_empty_batch_on_rank_1": Mix(empty_on_rank_1, one_net, world=3),
     "used_on_one_rank": Mix(used_on_rank_1, net_with_extra, options=FINDS_UNUSED, by_inductor=True),

@@ -136,8 +136,10 @@ class GradMemory:
                 bucket.flat = torch_private.flatten_dense(list(gradients))
                 bucket.mark_taken(slots)
                 return
-            bucket.flat = self._buffer_for(bucket, dtype, aside=accumulated).view(-1)
+            bucket.flat = self._buffer_for(bucket, dtype).view(-1)
         flat = bucket.flat
+        if accumulated is not None:
+            _move_out_of(flat, accumulated)
         if len(slots) == len(bucket.slots):
             views = bucket.views(flat)
             bucket.parts = views if is_first else None
@@ -315,8 +317,8 @@ class GradMemory:
             self.keeps_buffers and bucket.parameters[0].device.type != "cpu"
         )
 
-    def _buffer_for(self, bucket: LiveBucket, dtype: torch.dtype, aside: list[Tensor | None] | None = None) -> Tensor:
-        """A buffer for the bucket; values of ``aside`` that lie in it are moved elsewhere first."""
+    def _buffer_for(self, bucket: LiveBucket, dtype: torch.dtype) -> Tensor:
+        """A buffer for the bucket; with ``PERSISTENT``, gradients that were zeroed in place still lie in it."""
         device = bucket.parameters[0].device
         if self.ownership is not GradOwnership.PERSISTENT:
             if device.type != "cpu" and not self.keeps_buffers:
@@ -334,10 +336,6 @@ class GradMemory:
         kept = bucket.persistent
         if kept is None or kept.dtype is not dtype or kept.device != device:
             kept = bucket.persistent = torch.empty(bucket.spec.num_elements, dtype=dtype, device=device)
-        home = kept.untyped_storage().data_ptr()
-        for value in aside or ():
-            if value is not None and value.untyped_storage().data_ptr() == home:
-                value.data = value.clone()
         return kept
 
     def zeros(self, bucket: LiveBucket, dtype: torch.dtype) -> Tensor:
@@ -538,6 +536,14 @@ def _copy_by_kind(
     for kind in dict.fromkeys(kinds):
         chosen = [k == kind for k in kinds]
         torch_private.foreach_copy(list(compress(targets, chosen)), list(compress(sources, chosen)))
+
+
+def _move_out_of(flat: Tensor, values: Iterable[Tensor | None]) -> None:
+    """Give those that lie in ``flat`` memory of their own, before something else is written there."""
+    home = flat.untyped_storage().data_ptr()
+    for value in values:
+        if value is not None and value.untyped_storage().data_ptr() == home:
+            value.data = value.clone()
 
 
 def leave_memory(slots: Iterable[Slot], buffers: Iterable[Tensor]) -> None:
