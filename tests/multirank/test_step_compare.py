@@ -462,7 +462,7 @@ def harmless(step: Any, **options: Any) -> Mix:
 
 
 MAY = {
-    "uneven_micro_batches": harmless(uneven_micro_batches, world=3, modes=(EAGER, COMPILE_THEN_WRAP)),
+    "uneven_micro_batches": harmless(uneven_micro_batches, worlds=(3,), modes=(EAGER, COMPILE_THEN_WRAP)),
     "scaled": harmless(scaled, one_optimizer=False),
     "two_optimizers": harmless(two_optimizers, one_optimizer=False),
     "every_second_window": harmless(every_second_window, one_optimizer=False, modes=(EAGER, COMPILE_THEN_WRAP)),
@@ -471,7 +471,7 @@ MAY = {
     "closure": harmless(closure, one_optimizer=False),
     "rank_0_has_more_to_do": harmless(rank_0_has_more_to_do),
     "check_off": harmless(simple, options={"check": "off"}, modes=(EAGER, WRAP_THEN_COMPILE, COMPILE_THEN_WRAP)),
-    "check_collective": harmless(uneven_micro_batches, options={"check": "collective"}, world=3),
+    "check_collective": harmless(uneven_micro_batches, options={"check": "collective"}, worlds=(3,)),
 }
 
 
