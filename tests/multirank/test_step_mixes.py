@@ -234,6 +234,14 @@ def two_forwards_from_step_3(side: Side, t: int) -> None:
     (loss + 0.5 * side.loss(t, 1) if t >= 3 else loss).backward()
 
 
+def late_in_the_bucket_of_an_unused_one(side: Side, t: int) -> None:
+    """From step 3 on, a penalty on the head, which shares its bucket with a layer that no rank uses."""
+    loss = side.loss(t)
+    if t >= 3 and side.rank == 0:
+        loss = loss + 0.3 * side.parameters["0.head.weight"].pow(2).sum()
+    loss.backward()
+
+
 def net_with_unused() -> list[nn.Module]:
     return [Net(has_extra=True)]
 
@@ -249,6 +257,13 @@ LATER = {
         two_forwards_from_step_3, net_with_unused, options={"find_unused_parameters": True}, worlds=TWO_AND_THREE
     ),
 }
+
+
+for view in (None, True, False):
+    options = {"find_unused_parameters": True, "bucket_cap_mb": 0.0022, "gradient_as_bucket_view": view}
+    LATER[f"late_in_the_bucket_of_an_unused_one_{view}"] = Mix(
+        late_in_the_bucket_of_an_unused_one, net_with_unused, options=options, num_steps=5
+    )
 
 
 MIXES = {**MODELS, **HOOKS, **RANKS, **ADVERSARIES, **LATER}

@@ -191,7 +191,7 @@ class Closing:
                 pairs = zip(bucket.slots, late, strict=True)
                 late = [intake.brought_late.get(s) if s in intake.brought else g for s, g in pairs]
             self._collect_only(bucket, is_used)
-            reducer.add_late(bucket, late)
+            reducer.add_late(bucket, late, is_used)
         for bucket in remaining:
             self._after(bucket)
 
@@ -262,7 +262,7 @@ class Closing:
                 reducer.memory.set(slot, None)
             reducer.hand_out(bucket, is_used)
             if bucket in remaining:
-                reducer.add_late(bucket, [None] * len(bucket.slots))
+                reducer.add_late(bucket, [None] * len(bucket.slots), is_used)
 
 
 def _names_of(buckets: Iterable[LiveBucket]) -> list[str]:

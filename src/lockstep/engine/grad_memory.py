@@ -460,8 +460,8 @@ class GradMemory:
         """What came after the bucket had left, by slot; ``.grad`` is free for the result then."""
         return bucket.set_late_aside()
 
-    def add(self, bucket: LiveBucket) -> None:
-        """Add a landed bucket to what has been handed out of it before."""
+    def add(self, bucket: LiveBucket, is_used: Callable[[Slot], bool] | None = None) -> None:
+        """Add a landed bucket to what has been handed out of it before; not to those that no rank used."""
         flat = bucket.flat
         if flat is None:
             return
@@ -474,7 +474,7 @@ class GradMemory:
                     local_tensor(gradient).add_(view)
                 elif gradient is not None:
                     slot.parameter.grad = gradient + view
-                elif slot.parameter.requires_grad:
+                elif slot.parameter.requires_grad and (is_used is None or is_used(slot)):
                     self._set_new(slot, view)
         bucket.forget_buffer()
 

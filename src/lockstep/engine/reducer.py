@@ -206,11 +206,13 @@ class Reducer:
         """Give every parameter of a landed bucket its reduced gradient."""
         self.memory.hand_out(bucket, is_used, in_place=in_place, into=into)
 
-    def add_late(self, bucket: LiveBucket, late: Sequence[Tensor | None]) -> None:
+    def add_late(
+        self, bucket: LiveBucket, late: Sequence[Tensor | None], is_used: Callable[[Slot], bool] | None
+    ) -> None:
         """Reduce what came after the bucket had left, and add it to the result."""
         self.launch(bucket, late, takes=False)
         self.collect(bucket)
-        self.memory.add(bucket)
+        self.memory.add(bucket, is_used)
 
     def send_zeros(self, bucket: LiveBucket, dtypes: Sequence[torch.dtype]) -> None:
         """Take part in a reduction of others that this rank has nothing for, and drop the result."""

@@ -217,9 +217,9 @@ class ShardMemory:
             for hook in hooks.values():
                 hook(sharded)
 
-    def add(self, bucket: LiveBucket) -> None:
+    def add(self, bucket: LiveBucket, is_used: Callable[[Slot], bool] | None = None) -> None:
         """Add what came late: the shards' gradients are added to anyway."""
-        self.hand_out(bucket)
+        self.hand_out(bucket, is_used)
 
     def set_late_aside(self, bucket: LiveBucket) -> list[Tensor | None]:
         return bucket.set_late_aside()
