@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from multirank.harness import lockstep_only
 from multirank.mixes import (
@@ -246,8 +247,22 @@ def net_with_unused() -> list[nn.Module]:
     return [Net(has_extra=True)]
 
 
+def with_comm_hook(hook: Any) -> Callable[[Side], None]:
+    def register(side: Side) -> None:
+        for ddp in side.wrappers:
+            ddp.register_comm_hook(None, hook)
+
+    return register
+
+
 LATER = {
     "a_late_penalty": Mix(late_penalty("of_weight"), one_net, by_inductor=True, worlds=TWO_AND_THREE),
+    "a_late_penalty_under_a_linear_hook": Mix(
+        late_penalty("of_weight", (1,)),
+        one_net,
+        after_wrapping=with_comm_hook(default_hooks.allreduce_hook),
+        worlds=TWO_AND_THREE,
+    ),
     "a_late_penalty_in_blocks": Mix(late_penalty("of_weight"), one_net, modes=(BLOCKS,)),
     "a_late_penalty_of_data": Mix(late_penalty("of_data"), one_net, worlds=(3,)),
     "a_late_penalty_on_one_rank": Mix(late_penalty("of_data", (1,)), one_net),
