@@ -182,15 +182,6 @@ class LiveBucket:
         for slot in slots:
             slot.is_taken = True
 
-    def set_late_aside(self) -> list[Tensor | None]:
-        """Take what ``.grad`` of each slot holds out of it: it came after the bucket had left."""
-        late = []
-        for slot in self.slots:
-            late.append(slot.parameter.grad)
-            if slot.parameter.grad is not None:
-                slot.parameter.grad = None
-        return late
-
     def forget_buffer(self) -> None:
         """Let go of the flat buffer, when its content was handed out or is not wanted."""
         self.flat = self.flight = self.parts = self.dtype_now = None
