@@ -174,3 +174,15 @@ def test_the_public_class_is_frozen(world_of_one: None) -> None:
     ddp = lockstep.DDP(nn.Linear(2, 2))
     public = {name for name in dir(ddp) if not name.startswith("_") and not hasattr(nn.Module(), name)}
     assert public == {*TORCHS.split(), *OURS.split()}
+
+
+def test_grad_is_written_by_the_owners_of_its_memory_only() -> None:
+    """Engine and wrapper; a whole program (program/) keeps gradients of its own."""
+    allowed = {"engine/grad_memory.py", "engine/grad_results.py", "engine/grads.py", "shard/memory.py"}
+    writers = set()
+    for room in ("agree", "ddp", "engine", "graph", "hooks", "observe"):
+        for path in (SOURCE / room).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Attribute) and node.attr == "grad" and isinstance(node.ctx, ast.Store):
+                    writers.add(str(path.relative_to(SOURCE)))
+    assert writers <= allowed

@@ -12,8 +12,9 @@ from lockstep import errors
 from lockstep.agree.watch import Watch
 from lockstep.engine.bucket import LiveBucket, Slot
 from lockstep.engine.feeders.driver import ExplicitDriver
-from lockstep.engine.grad_memory import GradMemory, GradOwnership
+from lockstep.engine.grad_memory import GradMemory
 from lockstep.engine.lane import Lane
+from lockstep.engine.memory import GradOwnership
 from lockstep.engine.reducer import Reducer
 from lockstep.engine.states import State
 from lockstep.engine.step import SyncStep

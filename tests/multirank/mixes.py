@@ -16,7 +16,7 @@ import hashlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -35,6 +35,7 @@ EAGER, WRAP_THEN_COMPILE, COMPILE_THEN_WRAP, BLOCKS = MODES = (
     "blocks",  # wrapped, and the modules in .blocks are compiled one by one
 )
 WHOLE = MODES[:3]
+TWO_AND_THREE = (2, 3)  # ranks
 BUCKET_CAP_MB = 0.001
 DTYPE = torch.float64
 ROWS = 4
@@ -67,7 +68,7 @@ class Mix:
     set_to_none: bool = True
     is_built_backwards: bool = False  # the wrappers, last module first
     modes: tuple[str, ...] = WHOLE
-    world: int = 2
+    worlds: tuple[int, ...] = (2,)
     by_inductor: bool = False
     after_wrapping: Callable[[Side], None] | None = None
     compares_before_step: bool = True  # gradients; after the optimizer's step they are compared in any case
@@ -212,14 +213,15 @@ def train(mix: Mix, mode: str, backend: str) -> list[str]:
 
 
 def params_of(mixes: Mapping[str, Mix]) -> list[Any]:
-    """Every mix in each of its modes, and some compiled by Inductor too."""
+    """Every mix in each of its modes and worlds, and some compiled by Inductor too."""
     params = []
     for name, mix in mixes.items():
-        params += [pytest.param(name, mode, "aot_eager", mix.world, id=f"{name}-{mode}") for mode in mix.modes]
+        for mode, world in product(mix.modes, mix.worlds):
+            params.append(pytest.param(name, mode, "aot_eager", world, id=f"{name}-{mode}-{world}"))
         if mix.by_inductor:
             mode = next(mode for mode in mix.modes if mode != EAGER)
             how = {"id": f"{name}-{mode}-inductor", "marks": pytest.mark.slow}
-            params.append(pytest.param(name, mode, "inductor", mix.world, **how))
+            params.append(pytest.param(name, mode, "inductor", mix.worlds[0], **how))
     return params
 
 
@@ -227,7 +229,7 @@ def run_mix(run: Callable[[str, str, str], list[str]], name: str, mode: str, bac
     """``run`` calls train on the ranks, by the name of a mix; afterwards all must have the same weights."""
     is_slow = backend == "inductor"
     env = {"TORCHINDUCTOR_CACHE_DIR": inductor_cache()} if is_slow else {}
-    limit_s = 150 if is_slow else 60
+    limit_s = 500 if is_slow else 300  # against hangs only: many times what it takes
     first, *others = run_ranks(world, run, name, mode, backend, preload=PRELOAD, limit_s=limit_s, env=env)
     for rank, digests in enumerate(others, 1):
         assert digests == first, f"the weights of rank {rank} are not those of rank 0"

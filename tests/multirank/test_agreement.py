@@ -265,7 +265,7 @@ def test_init_sync_false_leaves_models_alone() -> None:
     assert first != second
 
 
-def different_layout_without_init_sync() -> None:
+def different_layout_without_init_sync(is_compiled: bool) -> None:
     import torch.distributed as dist
 
     import lockstep
@@ -281,12 +281,13 @@ def different_layout_without_init_sync() -> None:
             return self.a(x) + self.b(x)
 
     ddp = lockstep.DDP(Pair(dist.get_rank() == 1), init_sync=False)
-    for _ in range(2):
-        ddp(torch.ones(1, 3)).sum().backward()
-        dist.barrier()
+    model = torch.compile(ddp, backend="aot_eager") if is_compiled else ddp
+    model(torch.ones(1, 3)).sum().backward()
+    raise AssertionError("something was reduced")
 
 
-def test_without_agreement_a_different_layout_is_found_in_the_first_step() -> None:
-    for error in expect_errors(2, [0, 1], different_layout_without_init_sync).values():
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_without_agreement_a_different_layout_is_found_before_anything_is_reduced(is_compiled: bool) -> None:
+    for error in expect_errors(2, [0, 1], different_layout_without_init_sync, is_compiled).values():
         assert error.type_name == "Disagreement"
         assert "init_sync=False" in error.text

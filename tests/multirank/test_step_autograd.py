@@ -19,6 +19,7 @@ from multirank.harness import lockstep_only
 from multirank.mixes import (
     COMPILE_THEN_WRAP,
     EAGER,
+    TWO_AND_THREE,
     WHOLE,
     WRAP_THEN_COMPILE,
     Mix,
@@ -90,13 +91,13 @@ def with_comm_hook(side: Side) -> None:
 
 ONE_OF_EACH = (EAGER, WRAP_THEN_COMPILE)
 MIXES = {
-    "backward_in_a_compiled_step": Mix(backward_inside, one_net, modes=WHOLE, by_inductor=True),
-    "compiled_autograd": Mix(backward_inside, one_net, modes=WHOLE),
+    "backward_in_a_compiled_step": Mix(backward_inside, one_net, modes=WHOLE, by_inductor=True, worlds=TWO_AND_THREE),
+    "compiled_autograd": Mix(backward_inside, one_net, modes=WHOLE, worlds=TWO_AND_THREE),
     "compiled_autograd_of_a_model": Mix(backward_outside, one_net, modes=(WRAP_THEN_COMPILE, COMPILE_THEN_WRAP)),
     "compiled_autograd_with_a_hook": Mix(backward_inside, one_net, modes=ONE_OF_EACH, after_wrapping=with_comm_hook),
-    "compiled_autograd_with_python_reducer": Mix(backward_inside, one_net, modes=ONE_OF_EACH),
+    "compiled_autograd_with_python_reducer": Mix(backward_inside, one_net, modes=WHOLE, worlds=TWO_AND_THREE),
     "python_reducer_alone": Mix(backward_outside, one_net, modes=(WRAP_THEN_COMPILE,)),
-    "enabled_autograd": Mix(backward_enabled, one_net, modes=WHOLE, world=3),
+    "enabled_autograd": Mix(backward_enabled, one_net, modes=WHOLE, worlds=TWO_AND_THREE),
     "enabled_autograd_with_a_hook": Mix(backward_enabled, one_net, modes=ONE_OF_EACH, after_wrapping=with_comm_hook),
 }
 
@@ -125,8 +126,8 @@ OPTIMIZED = """
 
     if __debug__:
         sys.exit("assertions are on")
-    rank, where = int(sys.argv[1]), sys.argv[2]
-    dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=2)
+    rank, world, where = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=world)
 
 
     class Net(nn.Module):
@@ -144,38 +145,43 @@ OPTIMIZED = """
         return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank)).double()
 
 
-    for is_compiled in (False, True):
+    for way in ("eager", "wrap_then_compile", "compile_then_wrap"):
+        torch._dynamo.reset()
         torch.manual_seed(3)
         plain = Net().double()
         module = Net().double()
         module.load_state_dict(plain.state_dict())
-        ddp = lockstep.DDP(module, bucket_cap_mb=0.0001)
+        inner = torch.compile(module, backend="aot_eager") if way == "compile_then_wrap" else module
+        ddp = lockstep.DDP(inner, bucket_cap_mb=0.0001)
         if len(ddp.plan.buckets) < 3:
             sys.exit("too few buckets")
-        model = torch.compile(ddp, backend="aot_eager") if is_compiled else ddp
+        model = torch.compile(ddp, backend="aot_eager") if way == "wrap_then_compile" else ddp
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, plain)]
         for step in range(4):
             for optimizer in optimizers:
                 optimizer.zero_grad()
             model(batch(step, rank)).pow(2).mean().backward()
-            torch.stack([plain(batch(step, r)).pow(2).mean() for r in range(2)]).mean().backward()
+            torch.stack([plain(batch(step, r)).pow(2).mean() for r in range(world)]).mean().backward()
             for (name, p), q in zip(module.named_parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(p.grad, q.grad, msg=lambda m: f"step {step}, {name}: {m}")
             for optimizer in optimizers:
                 optimizer.step()
-        if is_compiled:
-            print("launches:", lockstep.explain(ddp).num_launches)
+        print(way, "launches:", lockstep.explain(ddp).num_launches)
     dist.barrier()
     dist.destroy_process_group()
 """
 
 
-def test_without_assertions(tmp_path: Path) -> None:
+@pytest.mark.parametrize("world", TWO_AND_THREE)
+def test_without_assertions(world: int, tmp_path: Path) -> None:
     script = write_script(tmp_path / "train.py", OPTIMIZED)
     env = {"GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-O", script]
-    launches = [Launch([*command, str(rank), tmp_path / "store"], tmp_path, env) for rank in range(2)]
+    launches = [Launch([*command, str(rank), str(world), tmp_path / "store"], tmp_path, env) for rank in range(world)]
     for launch in launches:
-        done = launch.finish(limit_s=60)
+        done = launch.finish(limit_s=180)
         assert done.exit_code == 0, str(done)
-        assert int(done.lines[-1].removeprefix("launches: ")) > 0, str(done)
+        told = dict(line.split(" launches: ") for line in done.lines if " launches: " in line)
+        assert int(told["eager"]) == 0, str(done)
+        assert int(told["wrap_then_compile"]) > 0, str(done)
+        assert int(told["compile_then_wrap"]) > 0, str(done)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils.checkpoint import checkpoint
 
 from multirank.compare import assert_close
 from multirank.harness import lockstep_only, run_ranks
@@ -234,7 +235,7 @@ def assert_has_table(text: str, world: int) -> None:
 )
 def test_one_rank_alone(name: str, mode: str, world: int) -> None:
     alone = ALONE[name]
-    stops = run_ranks(world, train_until_stopped, name, mode, preload=PRELOAD, limit_s=60)
+    stops = run_ranks(world, train_until_stopped, name, mode, preload=PRELOAD, limit_s=300)
     told = "\n".join(f"rank {rank}: step {s.step}: {s.type_name}: {s.text}" for rank, s in enumerate(stops))
     assert all(stop.type_name for stop in stops), f"not all ranks were told\n{told}"
     assert {stop.step for stop in stops} <= set(range(ODD, alone.last_step + 1)), told
@@ -277,7 +278,7 @@ def reset_alone_then_all(mode: str) -> list[str]:
 
 @pytest.mark.parametrize("mode", [EAGER, WRAP_THEN_COMPILE])
 def test_a_reset_on_one_rank_is_joined_by_the_others(mode: str) -> None:
-    first, second = run_ranks(2, reset_alone_then_all, mode, preload=PRELOAD, limit_s=60)
+    first, second = run_ranks(2, reset_alone_then_all, mode, preload=PRELOAD, limit_s=300)
     assert first == second
 
 
@@ -330,7 +331,7 @@ def reduce_its_own(mode: str, is_misplaced: bool, is_async: bool) -> Stop:
 @pytest.mark.parametrize("is_async", [False, True], ids=["waits", "async"])
 @pytest.mark.parametrize("mode", [EAGER, WRAP_THEN_COMPILE])
 def test_a_collective_at_another_place(mode: str, is_async: bool) -> None:
-    stops = run_ranks(2, reduce_its_own, mode, True, is_async, preload=PRELOAD, limit_s=40)
+    stops = run_ranks(2, reduce_its_own, mode, True, is_async, preload=PRELOAD, limit_s=300)
     for stop in stops:
         assert (stop.type_name, stop.step) == ("Disagreement", ODD), stop.text
         assert_has_table(stop.text, 2)
@@ -341,10 +342,52 @@ def test_a_collective_at_another_place(mode: str, is_async: bool) -> None:
 
 @pytest.mark.parametrize("mode", [EAGER, WRAP_THEN_COMPILE])
 def test_collectives_at_the_same_place(mode: str) -> None:
-    first, second = run_ranks(2, reduce_its_own, mode, False, True, preload=PRELOAD, limit_s=60)
+    first, second = run_ranks(2, reduce_its_own, mode, False, True, preload=PRELOAD, limit_s=300)
     assert first.type_name == second.type_name == ""
     assert first.digests == second.digests
     assert len(first.digests) == 5
+
+
+# ---------------------------------------------------------------- models in another order
+
+
+def two_equal() -> list[nn.Module]:
+    return [Equal(), Equal()]
+
+
+def in_another_order(check: str, way: str) -> Stop:
+    """Rank 1 comes to the models the other way round: in passes of their own, or where a checkpoint repeats one."""
+    import lockstep
+
+    mix = Mix(lambda side, t: None, two_equal, options={"check": check}, is_built_backwards=way == "checkpoint")
+    side = Side(mix, dist.get_rank(), EAGER)
+    step = 0
+    try:
+        for step in range(ODD + 2):
+            side.optimizers[0].zero_grad()
+            x = side.draw(step, shape=(4, 16))
+            is_odd = side.rank == 1 and step == ODD
+            if way == "passes":
+                for model in reversed(side.models) if is_odd else side.models:
+                    loss_of(model(x), step).backward()
+            else:
+                x = x.requires_grad_(is_odd)
+                outputs = [checkpoint(m, x, use_reentrant=True) if is_odd else m(x) for m in side.models]
+                torch.stack([loss_of(output, step) for output in outputs]).sum().backward()
+            side.optimizers[0].step()
+    except lockstep.errors.LockstepError as error:
+        return Stop(type(error).__name__, str(error), step, [])
+    return Stop("", "", step, [])
+
+
+@pytest.mark.parametrize("way", ["passes", "checkpoint"])
+@pytest.mark.parametrize("check", ["step", "collective"])
+def test_models_in_another_order_are_named(check: str, way: str) -> None:
+    for stop in run_ranks(2, in_another_order, check, way, preload=PRELOAD, limit_s=300):
+        assert (stop.type_name, stop.step) == ("Disagreement", ODD), stop.text
+        assert_has_table(stop.text, 2)
+        assert "wrappers/0" in stop.text
+        assert "wrappers/1" in stop.text
 
 
 # ---------------------------------------------------------------- what ranks may do
@@ -462,7 +505,7 @@ def harmless(step: Any, **options: Any) -> Mix:
 
 
 MAY = {
-    "uneven_micro_batches": harmless(uneven_micro_batches, world=3, modes=(EAGER, COMPILE_THEN_WRAP)),
+    "uneven_micro_batches": harmless(uneven_micro_batches, worlds=(3,), modes=(EAGER, COMPILE_THEN_WRAP)),
     "scaled": harmless(scaled, one_optimizer=False),
     "two_optimizers": harmless(two_optimizers, one_optimizer=False),
     "every_second_window": harmless(every_second_window, one_optimizer=False, modes=(EAGER, COMPILE_THEN_WRAP)),
@@ -471,7 +514,7 @@ MAY = {
     "closure": harmless(closure, one_optimizer=False),
     "rank_0_has_more_to_do": harmless(rank_0_has_more_to_do),
     "check_off": harmless(simple, options={"check": "off"}, modes=(EAGER, WRAP_THEN_COMPILE, COMPILE_THEN_WRAP)),
-    "check_collective": harmless(uneven_micro_batches, options={"check": "collective"}, world=3),
+    "check_collective": harmless(uneven_micro_batches, options={"check": "collective"}, worlds=(3,)),
 }
 
 
@@ -503,7 +546,7 @@ def join(mode: str) -> str:
 
 @pytest.mark.parametrize("mode", [EAGER, WRAP_THEN_COMPILE])
 def test_uneven_inputs(mode: str) -> None:
-    assert len(set(run_ranks(3, join, mode, preload=PRELOAD, limit_s=60))) == 1
+    assert len(set(run_ranks(3, join, mode, preload=PRELOAD, limit_s=300))) == 1
 
 
 def test_check_is_one_of_three() -> None:

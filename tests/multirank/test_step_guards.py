@@ -248,7 +248,7 @@ def skip_an_update(sharded: bool) -> None:
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 def test_a_missed_update_is_an_error_until_weights_are_equal(sharded: bool) -> None:
-    run_ranks(2, skip_an_update, sharded, limit_s=60)
+    run_ranks(2, skip_an_update, sharded, limit_s=300)
 
 
 def join_and_skip() -> None:
@@ -261,7 +261,7 @@ def join_and_skip() -> None:
 
 
 def test_join_does_not_go_with_left_out_buckets() -> None:
-    run_ranks(2, join_and_skip, limit_s=60)
+    run_ranks(2, join_and_skip, limit_s=300)
 
 
 # ---------------------------------------------------------------- two models on one group
@@ -319,4 +319,4 @@ def two_models_with_hooks_that_follow_up() -> None:
 
 
 def test_two_models_with_hooks_that_follow_up() -> None:
-    run_ranks(2, two_models_with_hooks_that_follow_up, limit_s=60)
+    run_ranks(2, two_models_with_hooks_that_follow_up, limit_s=300)

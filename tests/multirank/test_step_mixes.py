@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from multirank.harness import lockstep_only
 from multirank.mixes import (
     BLOCKS,
     COMPILE_THEN_WRAP,
     EAGER,
+    TWO_AND_THREE,
+    WHOLE,
     WRAP_THEN_COMPILE,
     Mix,
     Net,
@@ -64,11 +67,13 @@ def chain() -> list[nn.Module]:
 
 
 MODELS = {
-    "two_models": Mix(in_one_loss(0), two_nets, by_inductor=True),
-    "two_models_the_wrapper_is_called": Mix(in_one_loss(1, "wrapper"), two_nets, modes=(WRAP_THEN_COMPILE,), world=3),
+    "two_models": Mix(in_one_loss(0), two_nets, by_inductor=True, worlds=TWO_AND_THREE),
+    "two_models_the_wrapper_is_called": Mix(
+        in_one_loss(1, "wrapper"), two_nets, modes=(WRAP_THEN_COMPILE,), worlds=(3,)
+    ),
     "two_models_wrapped_in_the_other_order": Mix(in_one_loss(0), two_nets, is_built_backwards=True, modes=COMPILED),
-    "three_models": Mix(in_one_loss(1), three_nets, modes=COMPILED, world=3),
-    "chained_models": Mix(in_one_loss(0, is_chained=True), chain, world=3),
+    "three_models": Mix(in_one_loss(1), three_nets, modes=COMPILED, worlds=(3,)),
+    "chained_models": Mix(in_one_loss(0, is_chained=True), chain, worlds=(3,)),
     "chained_models_wrapped_in_the_other_order": Mix(
         in_one_loss(1, is_chained=True), chain, is_built_backwards=True, modes=COMPILED
     ),
@@ -107,9 +112,9 @@ def plain_step(side: Side, t: int) -> None:
 
 HOOKS = {
     "a_hook_that_clamps_after_wrapping": Mix(
-        plain_step, one_net, after_wrapping=clamp_from_the_start, by_inductor=True
+        plain_step, one_net, after_wrapping=clamp_from_the_start, by_inductor=True, worlds=TWO_AND_THREE
     ),
-    "a_hook_that_clamps_between_forward_and_backward": Mix(with_hook("clamp", 3), one_net, world=3),
+    "a_hook_that_clamps_between_forward_and_backward": Mix(with_hook("clamp", 3), one_net, worlds=(3,)),
     "a_tensor_hook_that_scales": Mix(with_hook("scale", 3), one_net),
 }
 
@@ -142,9 +147,11 @@ def uneven_forwards(side: Side, t: int) -> None:
 
 
 RANKS = {
-    "rank_0_logs_then_two_forwards": Mix(rank_0_alone("hooks"), one_net),
-    "rank_0_uncompiled_then_two_forwards": Mix(rank_0_alone("uncompiled"), one_net, modes=COMPILED, by_inductor=True),
-    "uneven_forwards": Mix(uneven_forwards, one_net, world=3),
+    "rank_0_logs_then_two_forwards": Mix(rank_0_alone("hooks"), one_net, worlds=TWO_AND_THREE),
+    "rank_0_uncompiled_then_two_forwards": Mix(
+        rank_0_alone("uncompiled"), one_net, modes=COMPILED, by_inductor=True, worlds=TWO_AND_THREE
+    ),
+    "uneven_forwards": Mix(uneven_forwards, one_net, worlds=TWO_AND_THREE),
 }
 
 
@@ -190,13 +197,14 @@ def gan(step: Any, build: Any = generator_and_critic, **options: Any) -> Mix:
 
 
 ADVERSARIES = {
-    "gan": gan(adversarial()),
-    "gan_of_three_ranks": gan(adversarial(), world=3, modes=(EAGER, WRAP_THEN_COMPILE)),
-    "gan_with_a_break": gan(adversarial(), generator_and_critic_with_break, modes=COMPILED),
-    "gan_in_blocks": gan(adversarial(), modes=(BLOCKS,)),
-    "gan_with_a_hook": gan(adversarial(has_hook=True), modes=(EAGER, WRAP_THEN_COMPILE)),
+    "gan": gan(adversarial(), worlds=TWO_AND_THREE),
+    "gan_with_a_break": gan(adversarial(), generator_and_critic_with_break, modes=COMPILED, worlds=TWO_AND_THREE),
+    "gan_in_blocks": gan(adversarial(), modes=(BLOCKS,), worlds=TWO_AND_THREE),
+    "gan_with_a_hook": gan(adversarial(has_hook=True), modes=WHOLE, worlds=TWO_AND_THREE),
     "gan_with_a_frozen_critic": gan(adversarial(("blocks", "head")), modes=(EAGER, *COMPILED, BLOCKS)),
-    "gan_with_half_a_bucket_frozen": gan(adversarial(("head.bias",)), modes=(EAGER, *COMPILED), by_inductor=True),
+    "gan_with_half_a_bucket_frozen": gan(
+        adversarial(("head.bias",)), modes=(EAGER, *COMPILED), by_inductor=True, worlds=TWO_AND_THREE
+    ),
 }
 
 
@@ -227,21 +235,50 @@ def two_forwards_from_step_3(side: Side, t: int) -> None:
     (loss + 0.5 * side.loss(t, 1) if t >= 3 else loss).backward()
 
 
+def late_in_the_bucket_of_an_unused_one(side: Side, t: int) -> None:
+    """From step 3 on, a penalty on the head, which shares its bucket with a layer that no rank uses."""
+    loss = side.loss(t)
+    if t >= 3 and side.rank == 0:
+        loss = loss + 0.3 * side.parameters["0.head.weight"].pow(2).sum()
+    loss.backward()
+
+
 def net_with_unused() -> list[nn.Module]:
     return [Net(has_extra=True)]
 
 
+def with_comm_hook(hook: Any) -> Callable[[Side], None]:
+    def register(side: Side) -> None:
+        for ddp in side.wrappers:
+            ddp.register_comm_hook(None, hook)
+
+    return register
+
+
 LATER = {
-    "a_late_penalty": Mix(late_penalty("of_weight"), one_net, by_inductor=True),
+    "a_late_penalty": Mix(late_penalty("of_weight"), one_net, by_inductor=True, worlds=TWO_AND_THREE),
+    "a_late_penalty_under_a_linear_hook": Mix(
+        late_penalty("of_weight", (1,)),
+        one_net,
+        after_wrapping=with_comm_hook(default_hooks.allreduce_hook),
+        worlds=TWO_AND_THREE,
+    ),
     "a_late_penalty_in_blocks": Mix(late_penalty("of_weight"), one_net, modes=(BLOCKS,)),
-    "a_late_penalty_of_data": Mix(late_penalty("of_data"), one_net, world=3),
+    "a_late_penalty_of_data": Mix(late_penalty("of_data"), one_net, worlds=(3,)),
     "a_late_penalty_on_one_rank": Mix(late_penalty("of_data", (1,)), one_net),
-    "a_block_used_twice": Mix(twice_from_step_3, one_net),
+    "a_block_used_twice": Mix(twice_from_step_3, one_net, worlds=TWO_AND_THREE),
     "a_block_used_twice_in_blocks": Mix(twice_from_step_3, one_net, modes=(BLOCKS,)),
     "two_forwards_with_unused": Mix(
-        two_forwards_from_step_3, net_with_unused, options={"find_unused_parameters": True}, world=3
+        two_forwards_from_step_3, net_with_unused, options={"find_unused_parameters": True}, worlds=TWO_AND_THREE
     ),
 }
+
+
+for view in (None, True, False):
+    options = {"find_unused_parameters": True, "bucket_cap_mb": 0.0022, "gradient_as_bucket_view": view}
+    LATER[f"late_in_the_bucket_of_an_unused_one_{view}"] = Mix(
+        late_in_the_bucket_of_an_unused_one, net_with_unused, options=options, num_steps=5
+    )
 
 
 MIXES = {**MODELS, **HOOKS, **RANKS, **ADVERSARIES, **LATER}

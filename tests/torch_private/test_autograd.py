@@ -43,6 +43,28 @@ def test_current_dist_autograd_context() -> None:
     assert private.current_dist_autograd_context() is None
 
 
+def test_accumulator_kind() -> None:
+    """An accumulator that is held stays the one of its parameter until the parameter is of another kind."""
+    parameter, other = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    changes = {
+        "frozen and not": lambda: parameter.requires_grad_(False).requires_grad_(True),
+        "other data": lambda: setattr(parameter, "data", torch.zeros(3)),
+        "a gradient": lambda: parameter.sum().backward(),
+        "cast": lambda: setattr(parameter, "data", parameter.data.double()),
+        "swapped": lambda: torch.utils.swap_tensors(parameter, other),
+    }
+    for name, change in changes.items():
+        before, kind = private.gradient_accumulator(parameter), private.accumulator_kind(parameter)
+        if name == "swapped":
+            del before  # it would not be swapped otherwise
+            change()
+            assert private.accumulator_kind(parameter) != kind
+            continue
+        change()
+        is_same = private.gradient_accumulator(parameter) is before
+        assert is_same == (private.accumulator_kind(parameter) == kind) == (name != "cast"), name
+
+
 def test_gradient_accumulator() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     assert private.gradient_accumulator(parameter).variable is parameter

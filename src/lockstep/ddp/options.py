@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lockstep.engine.grad_memory import GradOwnership
+from lockstep.engine.memory import GradOwnership
 from lockstep.engine.nonfinite import Policy
 from lockstep.engine.union import Check
 from lockstep.graph.backend import STRATEGIES

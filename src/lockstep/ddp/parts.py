@@ -95,7 +95,7 @@ def build_parts(
     finalization = ManualFinalization(step, low_precision=options.mixed_precision is not None)
     log = Logbook(data, step, peers, module, wrapped.placement, options, caps)
     log.note_plan()
-    keeper = PlanKeeper(wrapped, step, hooks, peers, log, order=options.bucket_order)
+    keeper = PlanKeeper(wrapped, step, hooks, peers, log, order=options.bucket_order, is_compared=options.init_sync)
     buffers = BufferSync(
         module,
         ignored,

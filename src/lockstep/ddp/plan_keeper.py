@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import warnings
 
-import torch
 from torch import nn
 
-from lockstep import errors
+from lockstep import errors, settings, torch_private
 from lockstep.ddp import setup
 from lockstep.ddp.logbook import Logbook
 from lockstep.ddp.options import BucketOrder
@@ -35,11 +34,11 @@ class PlanKeeper:
         log: Logbook,
         *,
         order: BucketOrder,
+        is_compared: bool,
     ) -> None:
         self._module = wrapped.module
         self._parameters = wrapped.parameters
         self._ignored = wrapped.ignored
-        self._device = wrapped.placement.device
         self._caps = wrapped.caps
         self._step = step
         self._hooks = hooks
@@ -47,6 +46,7 @@ class PlanKeeper:
         self._log = log
         self._order = order
         self.is_confirmed = False
+        self._is_compared = is_compared or peers.board is None  # with those of the other ranks
         # Graphs are made for a plan; they are not used again when it has changed.
         self.graphs: list[GraphRecord] = []
         self.generation = "plan 0"
@@ -83,11 +83,15 @@ class PlanKeeper:
     # ---------------------------------------------------------------- confirm
 
     def confirm(self) -> None:
-        """Check, in the first forward after a reduction, that all ranks still have the plan that rank 0 has.
+        """In a forward outside of every backward: compare plans that never were, and take the order that rank 0 saw.
 
-        With init_sync=False this is the only comparison.  Where unused parameters are searched for, ranks may reach
-        this forward in different states, so nothing is exchanged there (as in torch).
+        A checkpoint runs forwards again, inside the backward; ranks come to those at different moments.  Where unused
+        parameters are searched for, ranks need not have seen the same either.
         """
+        if torch_private.in_backward():
+            return
+        if not self._is_compared:
+            self._compare_plans()
         if self.is_confirmed or self._step.num_windows == 0:
             return
         if self._step.finds_unused and not self._step.static.is_on:
@@ -95,18 +99,18 @@ class PlanKeeper:
         self.is_confirmed = True
         if self._order == "observed" and self.plan.order != "observed":
             self._take_observed_order()
-        digest = torch.tensor(list(bytes.fromhex(self.plan.digest)), dtype=torch.uint8, device=self._device)
-        expected = digest.clone()
-        transport = self._step.reducer.transport
-        transport.land(transport.start_broadcast(expected, 0), "the comparison of plans after the first step")
-        if not torch.equal(digest, expected):
-            error = errors.Disagreement(
-                f"Rank {self._peers.rank} lays its gradients out differently from rank 0 (plan {self.plan.digest}), "
-                "so the first step averaged unrelated parameters.\nLikely cause: another model or another bucket size "
-                "on this rank, with init_sync=False.\nFix: build the same module with the same options on every rank."
+
+    def _compare_plans(self) -> None:
+        """With init_sync=False nothing was compared when the model was wrapped; do it before anything is reduced."""
+        self._is_compared = True
+        told = self._peers.watch.gather("plan", self.plan.digest, settings.agreement_timeout())
+        if len(set(told.values())) > 1:
+            raise errors.Disagreement(
+                f"Ranks lay their gradients out differently; their plans are:\n{errors.rank_table(told)}\n"
+                "Likely cause: another model or another bucket size on some ranks, with init_sync=False.\n"
+                "Fix: build the same module with the same options on every rank.",
+                told,
             )
-            transport.watch.post_failure(error)
-            raise error
 
     def _take_observed_order(self) -> None:
         """Lay buckets out in the order rank 0 saw, which it tells the others over the board."""

@@ -17,6 +17,7 @@ from lockstep.engine.bucket import LiveBucket, Slot
 from lockstep.engine.exchange import HookExchange
 from lockstep.engine.feeders.hooks import HookFeeder
 from lockstep.engine.grad_bucket import GradBucket
+from lockstep.engine.grads import set_gradient
 from lockstep.engine.step import SyncStep
 from lockstep.engine.transport import Transport
 from lockstep.plan import Plan
@@ -102,7 +103,7 @@ class TorchReducer:
     def _set_grads_to_none(self) -> None:
         """Drop all gradients."""
         for slot in self.slots:
-            self._step.reducer.memory.set(slot, None)
+            set_gradient(slot.parameter, None)
 
     # ---------------------------------------------------------------- questions
 

@@ -50,6 +50,13 @@ class CollectiveAudit:
         """Compare a collective of ours; raise on all ranks if it would be paired with another."""
         self._compare(f"{name}, {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}", "")
 
+    def before_end(self, model: str) -> None:
+        """Compare the exchange that ends a step, by the name of the model that it is of.
+
+        It is on a plane of its own; a rank that waits there for one that waits here would wait in vain.
+        """
+        self._compare(f"the end of a step of {model}", "")
+
     def _before_foreign(self, operation: str) -> None:
         """Compare a collective that anyone starts on the group, unless this package is what started it."""
         stack = traceback.extract_stack()

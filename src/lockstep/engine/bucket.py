@@ -25,6 +25,7 @@ class Slot:
 
     __slots__ = (
         "accumulator",
+        "accumulator_kind",
         "bucket",
         "dirty",
         "expected_fires",
@@ -72,6 +73,7 @@ class Slot:
         self.is_taken = False
         self.held: Tensor | None = None  # the tensor that was in .grad, to be put back with the result
         self.accumulator: Any = None  # autograd's node that adds into .grad, once asked for
+        self.accumulator_kind: Any = None  # for what the parameter was then
         self.hook_id = 0
         self.inner = 0  # the tensor behind the parameter that the hook is on
         self.num_fires = 0
@@ -179,15 +181,6 @@ class LiveBucket:
         self.has_taken = True
         for slot in slots:
             slot.is_taken = True
-
-    def set_late_aside(self) -> list[Tensor | None]:
-        """Take what ``.grad`` of each slot holds out of it: it came after the bucket had left."""
-        late = []
-        for slot in self.slots:
-            late.append(slot.parameter.grad)
-            if slot.parameter.grad is not None:
-                slot.parameter.grad = None
-        return late
 
     def forget_buffer(self) -> None:
         """Let go of the flat buffer, when its content was handed out or is not wanted."""

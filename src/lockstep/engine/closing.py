@@ -10,6 +10,7 @@ from lockstep import errors
 from lockstep.agree.beat import Place
 from lockstep.agree.stamp import Stamp
 from lockstep.engine.bucket import LiveBucket, Slot
+from lockstep.engine.grads import set_gradient, set_late_aside
 from lockstep.engine.states import Kind
 from lockstep.engine.union import Union
 from lockstep.observe.timeline import now
@@ -186,12 +187,12 @@ class Closing:
             if bucket not in remaining:
                 self.collect(bucket, is_used)
                 continue
-            late = reducer.memory.set_late_aside(bucket)
+            late = set_late_aside(bucket)
             if intake.brought:
                 pairs = zip(bucket.slots, late, strict=True)
                 late = [intake.brought_late.get(s) if s in intake.brought else g for s, g in pairs]
             self._collect_only(bucket, is_used)
-            reducer.add_late(bucket, late)
+            reducer.add_late(bucket, late, is_used)
         for bucket in remaining:
             self._after(bucket)
 
@@ -259,10 +260,10 @@ class Closing:
         for bucket in reducer.buckets:
             reducer.collect(bucket)
             for slot in bucket.slots:
-                reducer.memory.set(slot, None)
+                set_gradient(slot.parameter, None)
             reducer.hand_out(bucket, is_used)
             if bucket in remaining:
-                reducer.add_late(bucket, [None] * len(bucket.slots))
+                reducer.add_late(bucket, [None] * len(bucket.slots), is_used)
 
 
 def _names_of(buckets: Iterable[LiveBucket]) -> list[str]:

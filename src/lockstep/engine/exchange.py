@@ -25,7 +25,7 @@ from lockstep.engine.transport import Transport
 
 CommHook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 
-# torch's hooks that start one collective and nothing after it.
+# torch's hooks that start one collective and nothing after it.  They are linear: two parts may be sent one by one.
 _ONE_COLLECTIVE = (
     default_hooks.allreduce_hook,
     default_hooks.fp16_compress_hook,
@@ -91,12 +91,11 @@ class MeanExchange:
 class HookExchange:
     """A user's communication hook; it gets gradients as they are, and divides itself if it wants a mean."""
 
-    is_linear = False
-
     def __init__(self, transport: Transport, state: Any, hook: CommHook, name: str) -> None:
         self._transport = transport
         self.state, self.hook, self.name = state, hook, name
         self.keeps_order = bool(getattr(hook, "keeps_order", False)) or has_one_collective(hook)
+        self.is_linear = bool(getattr(hook, "is_linear", False)) or has_one_collective(hook)
 
     def scale(self, like: Tensor) -> float:
         return 1.0

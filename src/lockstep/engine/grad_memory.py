@@ -1,4 +1,4 @@
-"""Whose memory gradients lie in: how they come into a flat buffer, and back.  The only writer of ``.grad``.
+"""Whose memory gradients lie in, and how they come into a flat buffer; ``grad_results.py`` has the way back.
 
 [Note: who owns .grad]  Three ways, chosen by ``gradient_as_bucket_view``:
   ``ALIAS`` (None, the default)  .grad points into a flat buffer that belongs to this window.  No copy back; a
@@ -16,8 +16,7 @@ of its own, and is known to have come later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import Enum
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from operator import attrgetter
 from typing import Any
@@ -27,18 +26,12 @@ from torch import Tensor
 
 from lockstep import torch_private
 from lockstep.engine.bucket import LiveBucket, Slot, flatten_gradient, local_tensor
+from lockstep.engine.grad_results import Results
+from lockstep.engine.grads import move_out_of
+from lockstep.engine.memory import NOTHING, GradOwnership
 
 _dtype_of = attrgetter("dtype")
 _grad_of = attrgetter("grad")
-_NOTHING: Mapping[Slot, Tensor] = {}
-
-
-class GradOwnership(Enum):
-    """See [Note: who owns .grad]."""
-
-    ALIAS = "alias"
-    PERSISTENT = "persistent"
-    OWN = "own"
 
 
 class GradMemory:
@@ -53,6 +46,7 @@ class GradMemory:
         # Another wrapper looks after some of these parameters too: it must find in .grad what autograd put there.
         self.is_shared = False
         self.keeps_buffers = False
+        self._results = Results(self)
 
     def serve_hook(self, device: torch.device) -> None:
         """A communication hook will be given the buffers: on a GPU they are kept, and never become ``.grad``.
@@ -136,8 +130,10 @@ class GradMemory:
                 bucket.flat = torch_private.flatten_dense(list(gradients))
                 bucket.mark_taken(slots)
                 return
-            bucket.flat = self._buffer_for(bucket, dtype, aside=accumulated).view(-1)
+            bucket.flat = self._buffer_for(bucket, dtype).view(-1)
         flat = bucket.flat
+        if accumulated is not None:
+            move_out_of(flat, accumulated)
         if len(slots) == len(bucket.slots):
             views = bucket.views(flat)
             bucket.parts = views if is_first else None
@@ -315,8 +311,8 @@ class GradMemory:
             self.keeps_buffers and bucket.parameters[0].device.type != "cpu"
         )
 
-    def _buffer_for(self, bucket: LiveBucket, dtype: torch.dtype, aside: list[Tensor | None] | None = None) -> Tensor:
-        """A buffer for the bucket; values of ``aside`` that lie in it are moved elsewhere first."""
+    def _buffer_for(self, bucket: LiveBucket, dtype: torch.dtype) -> Tensor:
+        """A buffer for the bucket; with ``PERSISTENT``, gradients that were zeroed in place still lie in it."""
         device = bucket.parameters[0].device
         if self.ownership is not GradOwnership.PERSISTENT:
             if device.type != "cpu" and not self.keeps_buffers:
@@ -334,17 +330,13 @@ class GradMemory:
         kept = bucket.persistent
         if kept is None or kept.dtype is not dtype or kept.device != device:
             kept = bucket.persistent = torch.empty(bucket.spec.num_elements, dtype=dtype, device=device)
-        home = kept.untyped_storage().data_ptr()
-        for value in aside or ():
-            if value is not None and value.untyped_storage().data_ptr() == home:
-                value.data = value.clone()
         return kept
 
     def zeros(self, bucket: LiveBucket, dtype: torch.dtype) -> Tensor:
         """What a rank sends that has nothing for a bucket."""
         return torch.zeros(bucket.spec.num_elements, dtype=dtype, device=bucket.parameters[0].device)
 
-    # ---------------------------------------------------------------- out of the buffer
+    # ---------------------------------------------------------------- out of the buffer, see grad_results.py
 
     def hand_out(
         self,
@@ -352,175 +344,18 @@ class GradMemory:
         is_used: Callable[[Slot], bool] | None = None,
         *,
         in_place: bool = False,
-        into: Mapping[Slot, Tensor] = _NOTHING,
+        into: Mapping[Slot, Tensor] = NOTHING,
     ) -> None:
-        """Give every parameter its reduced gradient; those that no rank used are left as they are.
+        """Give every parameter its reduced gradient."""
+        self._results.hand_out(bucket, is_used, in_place=in_place, into=into)
 
-        ``in_place``: only change the tensors that were launched, and leave ``.grad`` alone (distributed autograd).
-        ``into``: the tensors that are to hold the results of some (compiled autograd).
-        """
-        flat = bucket.flat
-        if flat is None:
-            return
-        is_usual = is_used is None and not in_place and not into and bucket.has_taken and not flat.is_sparse
-        if is_usual and self._put_back(bucket, flat):
-            bucket.forget_buffer()
-            return
-        views: Sequence[Tensor] | None = [flat] if flat.is_sparse else None
-        copy_to: list[Tensor] = []
-        copy_from: list[Tensor] = []
-        with torch.no_grad():
-            for position, slot in enumerate(bucket.slots):
-                slot.dirty = False
-                held = slot.held
-                if held is None and bucket.gradients:
-                    held = bucket.gradients[position]  # packed, and left in .grad
-                if not slot.parameter.requires_grad or (is_used is not None and not is_used(slot)):
-                    if slot.is_taken and held is not None:
-                        slot.parameter.grad = held
-                    continue
-                target = into.get(slot)
-                if target is None and held is not None and slot.is_taken and self._lies_in(held, slot, flat):
-                    slot.parameter.grad = held
-                    continue
-                if views is None:
-                    views = bucket.views(flat)
-                view = views[position]
-                if target is not None:
-                    copy_to.append(local_tensor(target))
-                    copy_from.append(view)
-                    slot.parameter.grad = target
-                elif in_place:
-                    if held is not None:
-                        held.copy_(view)
-                elif held is None or held.is_sparse or view.is_sparse or held.dtype != slot.parameter.dtype:
-                    self._set_new(slot, view)
-                elif self.ownership is not GradOwnership.OWN and self._can_alias(slot, held, flat):
-                    held.data = view
-                    slot.parameter.grad = held
-                else:
-                    copy_to.append(local_tensor(held).data)
-                    copy_from.append(view)
-                    slot.parameter.grad = held
-            if copy_to:
-                torch_private.foreach_copy(copy_to, copy_from)
-        bucket.forget_buffer()
-
-    def _put_back(self, bucket: LiveBucket, flat: Tensor) -> bool:
-        """Hand out the usual way: all was taken, and lies in the buffer.  False where anything is otherwise."""
-        base, size, dtype = flat.data_ptr(), flat.element_size(), flat.dtype
-        views = bucket.parts
-        for position, slot in enumerate(bucket.slots):
-            held, parameter = slot.held, slot.parameter
-            if not slot.is_taken or parameter.dtype is not dtype or not parameter.requires_grad or slot.is_dtensor:
-                return False
-            if held is None:
-                if self.ownership is GradOwnership.OWN or self.is_shared or parameter.grad is not None:
-                    return False
-                if views is None:
-                    views = bucket.views(flat)
-                held = views[position]
-            elif (
-                held.is_sparse
-                or held.dtype is not dtype
-                or not slot.num_elements
-                or held.data_ptr() != base + slot.offset * size
-            ):
-                return False
-            parameter.grad = held
-            slot.dirty = False
-        return True
-
-    @staticmethod
-    def _lies_in(held: Tensor, slot: Slot, flat: Tensor) -> bool:
-        if held.is_sparse or slot.is_dtensor or held.dtype is not flat.dtype or held.dtype != slot.parameter.dtype:
-            return False
-        return held.data_ptr() == flat.data_ptr() + slot.offset * flat.element_size() and slot.num_elements > 0
-
-    def _can_alias(self, slot: Slot, gradient: Tensor, flat: Tensor) -> bool:
-        # A gradient that is itself part of a graph (create_graph=True) must stay the tensor that graph made.
-        if self.ownership is GradOwnership.OWN or self.is_shared:
-            return False
-        return not (gradient.requires_grad or slot.is_dtensor or gradient.is_sparse) and gradient.dtype == flat.dtype
-
-    def _set_new(self, slot: Slot, value: Tensor) -> None:
-        parameter = slot.parameter
-        parameter.grad = None
-        if slot.is_dtensor:
-            parameter.grad = torch_private.dtensor_like(parameter, value.clone())
-        elif value.is_sparse:
-            parameter.grad = value
-        elif value.dtype != parameter.dtype:
-            parameter.grad = value.to(parameter.dtype)
-        else:
-            owns = self.ownership is GradOwnership.OWN or self.is_shared
-            parameter.grad = value.clone() if owns else value
-
-    # ---------------------------------------------------------------- what came late
-
-    def set_late_aside(self, bucket: LiveBucket) -> list[Tensor | None]:
-        """What came after the bucket had left, by slot; ``.grad`` is free for the result then."""
-        return bucket.set_late_aside()
-
-    def add(self, bucket: LiveBucket) -> None:
+    def add(self, bucket: LiveBucket, is_used: Callable[[Slot], bool] | None = None) -> None:
         """Add a landed bucket to what has been handed out of it before."""
-        flat = bucket.flat
-        if flat is None:
-            return
-        views = [flat] if flat.is_sparse else bucket.views(flat)
-        with torch.no_grad():
-            for slot, view in zip(bucket.slots, views, strict=True):
-                slot.dirty = False
-                gradient = slot.parameter.grad
-                if gradient is not None and not gradient.requires_grad:
-                    local_tensor(gradient).add_(view)
-                elif gradient is not None:
-                    slot.parameter.grad = gradient + view
-                elif slot.parameter.requires_grad:
-                    self._set_new(slot, view)
-        bucket.forget_buffer()
-
-    # ---------------------------------------------------------------- when a window is abandoned
+        self._results.add(bucket, is_used)
 
     def give_back(self, bucket: LiveBucket, scale: float) -> None:
-        """Undo the taking: ``.grad`` gets back what can be had of it, in memory that nothing else writes to."""
-        flat, is_here = bucket.flat, not bucket.has_left
-        with torch.no_grad():
-            for slot in bucket.slots if flat is not None else ():
-                held, late = slot.held, slot.parameter.grad
-                if not slot.is_taken or held is None:
-                    continue
-                if flat is not None and not flat.is_sparse and self._lies_in(held, slot, flat):
-                    held.data = held.div(scale) if is_here and scale != 1.0 else held.clone()
-                if late is not None:
-                    held.add_(late)
-                slot.parameter.grad = held
-        if not is_here:  # a collective that nobody waited for may still write into these
-            bucket.spare = bucket.persistent = None
-        bucket.forget_buffer()
-
-    def accumulate(self, slot: Slot, gradient: Tensor) -> None:
-        """Add a gradient to ``.grad`` as autograd would."""
-        accumulate(slot, gradient)
-
-    def set(self, slot: Slot, gradient: Tensor | None) -> None:
-        """Let ``.grad`` of a parameter be this tensor."""
-        slot.parameter.grad = gradient
-
-
-def accumulate(slot: Slot, gradient: Tensor) -> None:
-    """Add a gradient to ``.grad`` as autograd would."""
-    if gradient.shape != slot.parameter.shape:
-        raise ValueError(
-            f"The gradient of {slot.name} has shape {tuple(gradient.shape)}, the parameter "
-            f"{tuple(slot.parameter.shape)}."
-        )
-    before = slot.parameter.grad
-    with torch.no_grad():
-        if before is None:
-            slot.parameter.grad = gradient.detach().clone()
-        else:
-            before.add_(gradient)
+        """Undo the taking, when a window is abandoned."""
+        self._results.give_back(bucket, scale)
 
 
 def _all_are(gradients: Sequence[Tensor | None], dtype: torch.dtype) -> bool:
@@ -538,14 +373,3 @@ def _copy_by_kind(
     for kind in dict.fromkeys(kinds):
         chosen = [k == kind for k in kinds]
         torch_private.foreach_copy(list(compress(targets, chosen)), list(compress(sources, chosen)))
-
-
-def leave_memory(slots: Iterable[Slot], buffers: Iterable[Tensor]) -> None:
-    """Give every .grad that lies in one of these buffers memory of its own."""
-    homes = {buffer.untyped_storage().data_ptr() for buffer in buffers}
-    for slot in slots:
-        gradient = slot.parameter.grad
-        if gradient is None or gradient.is_sparse or slot.is_dtensor:
-            continue  # such a gradient never lies in a flat buffer
-        if gradient.untyped_storage().data_ptr() in homes:
-            gradient.data = gradient.clone()

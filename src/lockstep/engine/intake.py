@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lockstep import errors
 from lockstep.engine.bucket import LiveBucket, Slot
-from lockstep.engine.grad_memory import GradOwnership, leave_memory
+from lockstep.engine.grads import leave_memory
+from lockstep.engine.memory import GradOwnership
 from lockstep.engine.states import Kind, State
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 
+from lockstep.engine.grads import set_gradient
 from lockstep.engine.step import SyncStep
 
 
@@ -49,5 +50,5 @@ class MirrorHook(JoinHook):
         """All ranks have joined: everyone takes the model of one that trained to the end."""
         if self._own_gradients is not None:  # what mirroring left in .grad is not this rank's
             for slot, gradient in zip(self._ddp.step.reducer.slots, self._own_gradients, strict=True):
-                self._ddp.step.reducer.memory.set(slot, gradient)
+                set_gradient(slot.parameter, gradient)
         self._ddp.sync_final_model(is_last_joiner)

@@ -7,13 +7,23 @@ ShardMemory   of a sharded one: whole gradients, and ``.grad`` of the shards (``
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lockstep.engine.bucket import LiveBucket, Slot
-from lockstep.engine.grad_memory import GradOwnership
+
+NOTHING: Mapping[Slot, Tensor] = {}
+
+
+class GradOwnership(Enum):
+    """See grad_memory.py, [Note: who owns .grad]."""
+
+    ALIAS = "alias"
+    PERSISTENT = "persistent"
+    OWN = "own"
 
 
 class Memory(Protocol):
@@ -56,12 +66,6 @@ class Memory(Protocol):
         into: Mapping[Slot, Tensor] = ...,
     ) -> None: ...
 
-    def set_late_aside(self, bucket: LiveBucket) -> list[Tensor | None]: ...
-
-    def add(self, bucket: LiveBucket) -> None: ...
+    def add(self, bucket: LiveBucket, is_used: Callable[[Slot], bool] | None = None) -> None: ...
 
     def give_back(self, bucket: LiveBucket, scale: float) -> None: ...
-
-    def accumulate(self, slot: Slot, gradient: Tensor) -> None: ...
-
-    def set(self, slot: Slot, gradient: Tensor | None) -> None: ...

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.engine.grads import set_gradient
+
 
 class MixedPrecisionParameters:
     """The two versions of each parameter, and which one the module holds now."""
@@ -54,8 +56,8 @@ class MixedPrecisionParameters:
             parameter.data = full
             gradient = parameter.grad
             if gradient is not None and gradient.dtype != full.dtype:
-                parameter.grad = None
-                parameter.grad = gradient.to(full.dtype)
+                set_gradient(parameter, None)
+                set_gradient(parameter, gradient.to(full.dtype))
 
 
 def cast_buffers(buffers: Iterable[torch.Tensor], dtype: torch.dtype | None) -> None:

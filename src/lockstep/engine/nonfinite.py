@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lockstep.engine.bucket import LiveBucket, Slot
+from lockstep.engine.grads import set_gradient
 from lockstep.errors import NonFinite
 
 logger = logging.getLogger("lockstep")
@@ -165,7 +166,7 @@ class Finiteness:
         """Take the gradients of this window away, where they are not to be used."""
         if self.drops:
             for slot in slots:
-                slot.leaf.grad = None
+                set_gradient(slot.leaf, None)
 
     def refuse_compiled(self, slots: Sequence[Slot]) -> None:
         """A compiled optimizer has its gradients already; raise if it was to be given none."""

@@ -14,6 +14,7 @@ from torch import nn
 from lockstep import torch_private
 from lockstep.engine.bucket import LiveBucket
 from lockstep.engine.exchange import HookExchange
+from lockstep.engine.grads import set_gradient
 from lockstep.engine.step import SyncStep
 
 
@@ -43,6 +44,6 @@ def take_over_optimizers(step: SyncStep, parameters: Sequence[nn.Parameter]) -> 
                 for optimizer in getattr(slot.parameter, "_in_backward_optimizers", ()):
                     optimizer.step()
                 if hasattr(slot.parameter, "_in_backward_optimizers"):
-                    step.reducer.memory.set(slot, None)
+                    set_gradient(slot.parameter, None)
 
     step.after_bucket = step_bucket

@@ -22,8 +22,7 @@ from lockstep import errors, torch_private
 from lockstep.agree.beat import Place
 from lockstep.engine.bucket import LiveBucket, Slot
 from lockstep.engine.exchange import CommHook, Exchange, HookExchange, MeanExchange
-from lockstep.engine.grad_memory import _NOTHING
-from lockstep.engine.memory import Memory
+from lockstep.engine.memory import NOTHING, Memory
 from lockstep.engine.nonfinite import Finiteness
 from lockstep.engine.sparse import pack_sparse
 from lockstep.engine.transport import Transport
@@ -201,16 +200,18 @@ class Reducer:
         is_used: Callable[[Slot], bool] | None = None,
         *,
         in_place: bool = False,
-        into: Mapping[Slot, Tensor] = _NOTHING,
+        into: Mapping[Slot, Tensor] = NOTHING,
     ) -> None:
         """Give every parameter of a landed bucket its reduced gradient."""
         self.memory.hand_out(bucket, is_used, in_place=in_place, into=into)
 
-    def add_late(self, bucket: LiveBucket, late: Sequence[Tensor | None]) -> None:
+    def add_late(
+        self, bucket: LiveBucket, late: Sequence[Tensor | None], is_used: Callable[[Slot], bool] | None
+    ) -> None:
         """Reduce what came after the bucket had left, and add it to the result."""
         self.launch(bucket, late, takes=False)
         self.collect(bucket)
-        self.memory.add(bucket)
+        self.memory.add(bucket, is_used)
 
     def send_zeros(self, bucket: LiveBucket, dtypes: Sequence[torch.dtype]) -> None:
         """Take part in a reduction of others that this rank has nothing for, and drop the result."""

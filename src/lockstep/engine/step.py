@@ -461,5 +461,8 @@ def will_accumulate(slot: Slot) -> bool:
     """Whether this backward ends in ``.grad`` of the parameter; torch.autograd.grad does not."""
     if slot.accumulator is not None and torch_private.engine_will_run(slot.accumulator):
         return True
-    slot.accumulator = torch_private.gradient_accumulator(slot.parameter)  # a new one after .to() and the like
+    kind = torch_private.accumulator_kind(slot.parameter)
+    if slot.accumulator is not None and slot.accumulator_kind == kind:
+        return False  # asked of every parameter of models that a backward does not come to
+    slot.accumulator, slot.accumulator_kind = torch_private.gradient_accumulator(slot.parameter), kind
     return slot.accumulator is not None and torch_private.engine_will_run(slot.accumulator)

@@ -113,12 +113,6 @@ class Transport:
         work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.process_group, async_op=True)
         return self._flight(work, tensor)
 
-    def start_broadcast(self, tensor: Tensor, source: int) -> WorkFlight:
-        """Start sending ``tensor`` from group rank ``source`` to all, in place."""
-        self._before(f"broadcast from rank {source}", tensor)
-        work = dist.broadcast(tensor, group=self.process_group, group_src=source, async_op=True)
-        return self._flight(work, tensor)
-
     def all_gather(self, tensor: Tensor, moment: Moment) -> list[Tensor]:
         """Everyone's ``tensor``, of the same shape on all ranks."""
         self._before("all-gather", tensor)
@@ -154,7 +148,7 @@ class Transport:
         for reducer in _unordered.get(self.process_group, ()) if self.blocks_host(tensor.device) else ():
             reducer.land_unordered()
         if self.audit is not None:
-            self.audit.before(name, tensor)
+            self.audit.before(name if self.watch.board is None else f"{name} of {self.watch.board.name}", tensor)
 
     def land(self, flight: Any, moment: str) -> None:
         """Wait for a collective that is not a bucket's."""

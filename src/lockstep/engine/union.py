@@ -91,6 +91,8 @@ class Union:
         words = to_words(bits, self._num_bits)
         used_bits = sum(1 << position for position, is_used in enumerate(used or ()) if is_used)
         message = [*head, *words, *to_words(used_bits, self._num_bits)]
+        if transport.audit is not None:
+            transport.audit.before_end(self.name)
         everyones = self.control.start(message, transport.watch).wait(moment)
         self.marks = [numbers[1] for numbers in everyones]
         self.waits = [numbers[2] for numbers in everyones]

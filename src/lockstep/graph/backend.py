@@ -127,7 +127,7 @@ class OverlapCompiler:
     def _split(
         self, gm: fx.GraphModule, inputs: Sequence[Any], slots: dict[int, Slot], **options: Any
     ) -> Callable[..., Any]:
-        splitter = SplitOptimizer(self._caps.cap_bytes, self._compile_as_it_is, ignores=self._is_ignored)
+        splitter = SplitOptimizer(self._caps, self._compile_as_it_is, ignores=self._is_ignored)
         if self._settle_plan is not None and slots:
             names = {id(slot.parameter): slot.name for slot in self._step.reducer.slots}
             buckets = splitter.find_buckets(gm, inputs)

@@ -46,4 +46,4 @@ def bf16_hook(state: Bf16State, bucket: dist.GradBucket) -> Future[torch.Tensor]
 
 
 # All its collectives start in the same order on every rank, so buckets may be under way together.
-bf16_hook.keeps_order = True  # type: ignore[attr-defined]
+bf16_hook.keeps_order = bf16_hook.is_linear = True  # type: ignore[attr-defined]

@@ -31,6 +31,7 @@ from torch import Tensor
 from lockstep import torch_private
 from lockstep.engine.bucket import Slot
 from lockstep.engine.flight import Flight
+from lockstep.engine.grads import accumulate
 from lockstep.engine.states import Kind
 from lockstep.observe.timeline import now
 from lockstep.shard.ahead import Started
@@ -246,7 +247,7 @@ def _deliver(root: Root, unit: Unit, store: FlatStore, gradients: Sequence[Tenso
         unit.num_graph_forwards = 0
         if not step.syncs or bucket.has_left or step.kind is Kind.FOLLOW_UP:
             for slot, gradient in zip(slots, coming, strict=True):
-                team.memory.accumulate(slot, gradient)
+                accumulate(slot, gradient)
                 step.intake.deliver(slot)
             return
         step.intake.flush_deferred()

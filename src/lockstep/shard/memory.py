@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lockstep import torch_private
 from lockstep.engine.bucket import LiveBucket, Slot
-from lockstep.engine.grad_memory import _NOTHING, GradOwnership, accumulate
+from lockstep.engine.memory import NOTHING, GradOwnership
 from lockstep.shard.exchange import Load
 from lockstep.shard.layout import Cut, Piece, Strided
 from lockstep.shard.parameter import ShardedParameter
@@ -184,7 +184,7 @@ class ShardMemory:
         is_used: Callable[[Slot], bool] | None = None,
         *,
         in_place: bool = False,
-        into: Mapping[Slot, Tensor] = _NOTHING,
+        into: Mapping[Slot, Tensor] = NOTHING,
     ) -> None:
         flat, load = bucket.flat, self.loads[bucket.index]
         if flat is None:
@@ -217,18 +217,9 @@ class ShardMemory:
             for hook in hooks.values():
                 hook(sharded)
 
-    def add(self, bucket: LiveBucket) -> None:
+    def add(self, bucket: LiveBucket, is_used: Callable[[Slot], bool] | None = None) -> None:
         """Add what came late: the shards' gradients are added to anyway."""
-        self.hand_out(bucket)
-
-    def set_late_aside(self, bucket: LiveBucket) -> list[Tensor | None]:
-        return bucket.set_late_aside()
-
-    def accumulate(self, slot: Slot, gradient: Tensor) -> None:
-        accumulate(slot, gradient)
-
-    def set(self, slot: Slot, gradient: Tensor | None) -> None:
-        slot.parameter.grad = gradient
+        self.hand_out(bucket, is_used)
 
     # ---------------------------------------------------------------- when a window is abandoned
 

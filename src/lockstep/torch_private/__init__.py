@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _NAMES_BY_PART = {
     "autograd": (
         "accumulation_positions",
+        "accumulator_kind",
         "current_dist_autograd_context",
         "current_node",
         "engine_will_run",

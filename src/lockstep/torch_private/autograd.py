@@ -13,6 +13,7 @@ from torch.autograd import Variable
 
 __all__ = [
     "accumulation_positions",
+    "accumulator_kind",
     "current_dist_autograd_context",
     "current_node",
     "engine_will_run",
@@ -119,6 +120,10 @@ def gradient_accumulator(parameter: torch.Tensor) -> Any | None:
             with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
                 viewed = parameter.view_as(parameter)
     return None if viewed.grad_fn is None else viewed.grad_fn.next_functions[0][0]
+
+
+# What the node that adds into a parameter's .grad was made for: while it is the same, so is a node that is held.
+accumulator_kind = attrgetter("dtype", "device", "layout", "_cdata")
 
 
 def preserve_version_counter(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:

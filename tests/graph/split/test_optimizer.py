@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lockstep.graph.split import SplitOptimizer
+from lockstep.plan.caps import BucketCaps
 
 BACKENDS = ["eager", "aot_eager", "inductor"]
 MIB = 1024 * 1024
@@ -34,10 +35,19 @@ def fresh_compiler() -> Iterator[None]:
 class Split:
     """A module compiled in parts; remembers the parts."""
 
-    def __init__(self, module: nn.Module, backend: str = "eager", cap: int = 1, dynamic: bool | None = None, **options):
+    def __init__(
+        self,
+        module: nn.Module,
+        backend: str = "eager",
+        cap: int = 1,
+        first: int | None = None,
+        each: tuple[int, ...] = (),
+        dynamic: bool | None = None,
+        **options: Any,
+    ):
         self.module, self.parts = module, []
         self._compile = torch._dynamo.lookup_backend(backend)
-        self.optimizer = SplitOptimizer(bucket_bytes_cap=cap, backend_compile_fn=self._record, **options)
+        self.optimizer = SplitOptimizer(BucketCaps(cap, first or cap, each), self._record, **options)
         self.compiled = torch.compile(module, backend=self.optimizer.compile_fn, dynamic=dynamic)
 
     def _record(self, gm: torch.fx.GraphModule, inputs: Any, **configs: Any) -> Any:
@@ -97,23 +107,27 @@ def test_counts_that_pytorch_tests_expect() -> None:
         model = mlp(10, 5000, 5000, 5000, 5)
     graphs = []
     for cap, hidden in ((25 * MIB, model), (250 * MIB, mlp(10, 5, 5, 5, 5))):
-        split = Split(hidden, cap=cap)
+        split = Split(hidden, cap=cap, first=MIB)
         split.compiled(inputs.to(next(hidden.parameters()).device))
         graphs.append(len(split.parts))
     assert graphs == [3, 1]
 
 
-def test_the_first_bucket_is_small_and_never_above_the_cap() -> None:
+def test_the_first_bucket_has_a_cap_of_its_own() -> None:
     # 400 bytes each
     layers = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(6)))
-    split = Split(layers, cap=1200, first_bucket_cap=400)
+    split = Split(layers, cap=1200, first=400)
     split.compiled(torch.rand(1, 10))
     assert [len(bucket) for bucket in split.buckets()] == [1, 3, 2]
     assert [bucket.num_bytes for bucket in split.optimizer.buckets] == [800, 1200, 400]
-    # torch's optimizer refuses a cap below the default first one (bucket_cap_mb < 1)
-    assert SplitOptimizer(1000, print).first_bucket_cap == 1000
-    assert SplitOptimizer(25 * MIB, print).first_bucket_cap == MIB
-    assert SplitOptimizer(100, print, first_bucket_cap=500).first_bucket_cap == 100
+
+
+def test_a_list_of_caps_is_used_in_launch_order() -> None:
+    layers = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(7)))
+    split = Split(layers, each=(400, 1200, 800))  # the last one repeats
+    split.compiled(torch.rand(1, 10))
+    assert [len(bucket) for bucket in split.buckets()] == [1, 3, 2, 1]
+    assert "caps of 400, 1,200, 800 bytes" in split.optimizer.table()
 
 
 def test_nothing_to_split_is_compiled_once_as_it_came() -> None:
@@ -123,7 +137,7 @@ def test_nothing_to_split_is_compiled_once_as_it_came() -> None:
         seen.append((gm, inputs, configs))
         return gm
 
-    optimizer = SplitOptimizer(MIB, backend)
+    optimizer = SplitOptimizer(BucketCaps(MIB, MIB), backend)
     graph = torch.fx.symbolic_trace(lambda x: x + 1)
     assert optimizer.compile_fn(graph, [torch.ones(1)], option=3) is graph
     assert seen == [(graph, [torch.ones(1)], {"option": 3})]
@@ -194,7 +208,7 @@ def test_graphs_that_call_modules_and_hold_attributes(backend: str) -> None:
 
     model = Whole()
     graph = torch.fx.symbolic_trace(copy.deepcopy(model))
-    optimizer = SplitOptimizer(1, torch._dynamo.lookup_backend(backend))
+    optimizer = SplitOptimizer(BucketCaps(1, 1), torch._dynamo.lookup_backend(backend))
     x = torch.rand(3, 4)
     found = optimizer.find_buckets(graph, [x])
     compiled = optimizer.compile_fn(graph, [x])
@@ -281,7 +295,10 @@ def test_the_parts_carry_what_dynamo_left_on_the_graph() -> None:
 
 
 def test_explain_knows_the_parts_in_the_place_of_torchs_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch._dynamo.backends.distributed.DDPOptimizer", SplitOptimizer)
+    def optimizer(bucket_bytes_cap: int, backend_compile_fn: Any) -> SplitOptimizer:
+        return SplitOptimizer(BucketCaps(bucket_bytes_cap, bucket_bytes_cap), backend_compile_fn)
+
+    monkeypatch.setattr("torch._dynamo.backends.distributed.DDPOptimizer", optimizer)
     wrapper = SimpleNamespace(bucket_bytes_cap=64)
     monkeypatch.setattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", wrapper)
     with torch._dynamo.config.patch(optimize_ddp=True):
@@ -526,6 +543,6 @@ def test_a_compiler_of_the_user() -> None:
         return lambda *args: gm.forward(*args)
 
     model = mlp(4, 4, 4)
-    compiled = torch.compile(model, backend=SplitOptimizer(1, runs_as_traced).compile_fn)
+    compiled = torch.compile(model, backend=SplitOptimizer(BucketCaps(1, 1), runs_as_traced).compile_fn)
     x = torch.rand(2, 4)
     torch.testing.assert_close(compiled(x), model(x))

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from lockstep.engine.bucket import Slot
+from lockstep.engine.grads import accumulate
 from lockstep.engine.states import State
 from lockstep.engine.step import SyncStep
 
@@ -41,7 +42,7 @@ class ExplicitDriver:
         slot = self._slots.get(id(parameter))
         if slot is None or not step.is_in_pass:
             raise ValueError("deliver() needs begin() before it, and a parameter of the wrapped model.")
-        step.reducer.memory.accumulate(slot, gradient)
+        accumulate(slot, gradient)
         step.intake.deliver(slot)
 
     def finish(self) -> None:

@@ -62,10 +62,6 @@ class HookFeeder:
             torch_private.install_hooks_again(slot.parameter)
             slot.inner, slot.accumulator = torch_private.inner_tensor(slot.parameter), None
 
-    @property
-    def is_attached(self) -> bool:
-        return bool(self._handles)
-
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()

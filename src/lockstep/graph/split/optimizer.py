@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from lockstep.graph.split.compile import compile_parts
 from lockstep.graph.split.parts import Crossing, attribute, cut
 from lockstep.graph.split.table import split_table
-from lockstep.plan.caps import DEFAULT_FIRST_CAP_BYTES
+from lockstep.plan.caps import BucketCaps
 
 log = logging.getLogger("lockstep.split")
 
@@ -68,16 +68,12 @@ class SplitOptimizer:
 
     def __init__(
         self,
-        bucket_bytes_cap: int,
+        caps: BucketCaps,
         backend_compile_fn: Callable[..., Any],
-        first_bucket_cap: int | None = None,
         *,
         ignores: Callable[[nn.Parameter], bool] | None = None,
     ) -> None:
-        self.bucket_bytes_cap = bucket_bytes_cap
-        # A cap below the default first one is the user's wish for small buckets, so the first follows it.
-        first = DEFAULT_FIRST_CAP_BYTES if first_bucket_cap is None else first_bucket_cap
-        self.first_bucket_cap = min(first, bucket_bytes_cap)
+        self.caps = caps
         self.backend_compile_fn = backend_compile_fn
         self.buckets: list[Bucket] = []
         self._ignores = ignores
@@ -99,7 +95,7 @@ class SplitOptimizer:
 
     def table(self) -> str:
         """The buckets of the last graph in the order they are launched, and the parts that had to grow."""
-        return split_table(self.buckets, self.bucket_bytes_cap, self.first_bucket_cap)
+        return split_table(self.buckets, self.caps)
 
     __str__ = table
 
@@ -114,8 +110,7 @@ class SplitOptimizer:
         filled = 0
         for node in reversed(crossing.order):
             bucket = buckets[0]
-            cap = self.first_bucket_cap if len(buckets) == 1 else self.bucket_bytes_cap
-            if filled >= max(cap, 1):
+            if filled >= max(self.caps.cap_for(len(buckets) - 1), 1):
                 if crossing.may_cut_after(node) and crossing.has_output(bucket.nodes):
                     bucket = Bucket()
                     buckets.insert(0, bucket)
