@@ -6,6 +6,7 @@ import math
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -221,3 +222,17 @@ def test_the_environment_variable_reaches_the_ranks(tmp_path: Path) -> None:
     done = run_command([*LOCKSTEP, "run", "--report-dir", tmp_path, script], env=env)
     assert (done.exit_code, done.output) == (7, "")
     assert "LOCKSTEP_INJECT" not in os.environ
+
+
+@pytest.mark.parametrize("rank", [1, -1, "0", True])
+def test_a_rank_that_there_is_not_is_an_error(world_of_one: None, rank: Any) -> None:
+    with pytest.raises(ValueError, match="rank is"), inject.fault(StepMoment.BACKWARD, inject.raises, rank=rank):
+        train(1)
+
+
+def test_a_rank_that_turns_out_not_to_be_there_is_an_error(world_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inject, "_world", lambda: None)
+    with inject.fault(StepMoment.BACKWARD, inject.raises, rank=1):
+        monkeypatch.undo()
+        with pytest.raises(ValueError, match="rank is 1, and there are 1 ranks"):
+            train(1)

@@ -129,13 +129,13 @@ def _wait_for_verdict(board: Board, deadline: float) -> str:
 
 def _absent_ranks(board: Board) -> list[int]:
     texts = board.read_all(f"digest/{rank}" for rank in range(board.world))
-    return [rank for rank, text in enumerate(texts) if text is None]
+    return [board.members[rank] for rank, text in enumerate(texts) if text is None]
 
 
 def _late(board: Board) -> PeerLate:
-    absent = _absent_ranks(board)
+    absent, me = _absent_ranks(board), board.members[board.rank]
     return PeerLate(
-        f"Rank {board.rank} waited for all ranks to wrap their model, but rank(s) {absent} did not arrive in time.\n"
+        f"Rank {me} waited for all ranks to wrap their model, but rank(s) {absent} did not arrive in time.\n"
         "Likely causes: those ranks failed or are still loading; they wrap their models in another order; or only some "
         "ranks reach DistributedDataParallel(...).\n"
         "Fix: look at the output of those ranks first. If they are only slow, raise "
@@ -153,8 +153,8 @@ def _slow_arrival_warning(board: Board) -> Callable[[], None]:
             next_warning = monotonic() + _WARN_EVERY_SECONDS
             logger.warning(
                 "Rank %d is waiting for rank(s) %s to wrap their model.",
-                board.rank,
-                _absent_ranks(board) or [0],
+                board.members[board.rank],
+                _absent_ranks(board) or [board.members[0]],
             )
 
     return on_slice
@@ -169,9 +169,9 @@ def _disagreement(board: Board, deadline: float) -> Disagreement:
     descriptions = {}
     for rank, text in enumerate(board.read_all(keys)):
         try:
-            descriptions[rank] = ModelDescription.from_json(text or "")
+            descriptions[board.members[rank]] = ModelDescription.from_json(text or "")
         except (ValueError, TypeError, KeyError, AttributeError):  # late, or not what a rank of ours would write
-            logger.warning("The description that rank %d has given of its model cannot be read.", rank)
+            logger.warning("The description that rank %d has given of its model cannot be read.", board.members[rank])
     if len(descriptions) < 2:
         return Disagreement("Ranks wrapped different models or options, and their descriptions cannot be read.")
     return Disagreement(*describe_differences(descriptions))

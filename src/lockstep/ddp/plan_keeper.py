@@ -101,7 +101,8 @@ class PlanKeeper:
         transport.land(transport.start_broadcast(expected, 0), "the comparison of plans after the first step")
         if not torch.equal(digest, expected):
             error = errors.Disagreement(
-                f"Rank {self._peers.rank} lays its gradients out differently from rank 0 (plan {self.plan.digest}), "
+                f"Rank {transport.shown_rank} lays its gradients out differently from rank {transport.watch.shown(0)} "
+                f"(plan {self.plan.digest}), "
                 "so the first step averaged unrelated parameters.\nLikely cause: another model or another bucket size "
                 "on this rank, with init_sync=False.\nFix: build the same module with the same options on every rank."
             )
@@ -165,6 +166,7 @@ class PlanKeeper:
             key = f"unfrozen, window {self._step.num_windows}, reset {self._step.num_resets}"
             told = self._peers.watch.meet(key, f"a plan with unfrozen parameters: {names}", names, 60.0)
             if len(set(told.values())) > 1:
+                told = self._peers.watch.by_global(told)
                 raise errors.Disagreement(
                     "Ranks unfroze different parameters:\n"
                     + errors.rank_table(told)

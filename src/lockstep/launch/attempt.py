@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from lockstep import settings
 from lockstep.launch import processes
 from lockstep.launch.arrivals import Arrivals
 from lockstep.launch.cause import Cause, find_cause, named_peers
@@ -91,7 +92,9 @@ class Attempt:
             if stopped_by:
                 cause = Cause(None, f"stopped by {signal_name(stopped_by)}", exit_code=-stopped_by)
             elif self._is_done:
-                cause = Cause(None, "all ranks ended well", exit_code=0)
+                told = self._told_to_stop()
+                cause = told or Cause(None, "all ranks ended well", exit_code=0)
+                stopped_by = signal.SIGTERM if told else 0
             elif cause is None:
                 self._hear_survivors()
             if not self._is_done:
@@ -113,6 +116,14 @@ class Attempt:
     @property
     def _is_done(self) -> bool:
         return all(facts.ending is Ending.DONE for facts in self._ranks) and bool(self._ranks)
+
+    def _told_to_stop(self) -> Cause | None:
+        """Whether ranks ended well because some of them were told to stop, which this process was not."""
+        told = [facts for facts in self._ranks if settings.stop_mark(self._folder, facts.rank).exists()]
+        if not told:
+            return None
+        who = ", ".join(f"rank {facts.rank} (pid {facts.pid})" for facts in told)
+        return Cause(None, f"{who} got SIGTERM, and all ranks stopped together", exit_code=-signal.SIGTERM)
 
     @property
     def _running(self) -> list[RankFacts]:
