@@ -115,10 +115,11 @@ def test_a_fault_comes_once_or_for_some_steps(world_of_one: None) -> None:
 
 def test_only_the_rank_that_is_meant_is_hit(world_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
     ddp = train(1)
+    monkeypatch.setattr(inject, "_world", lambda: 2)
     with inject.fault(StepMoment.FORWARD, inject.raises, rank=1) as fault:
         train(1, ddp)
         assert fault.fired is Fired.NOT_YET
-        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setattr(inject, "_this_rank", lambda: 1)
         with pytest.raises(inject.Fault, match=r"injected at forward of step \d+"):
             train(1, ddp)
 

@@ -322,17 +322,26 @@ class Watch:
             )
         origin = words.ranks[0] if words.ranks else self.shown(self.rank)
         if words.type in ("PeerFailed", "PeerLost") and origin not in (self.shown(self.rank), self.shown(words.rank)):
-            # It lost that one too, and is not the cause.
-            kind = PeerLost if words.type == PeerLost.__name__ else PeerFailed
-            raise kind(
-                f"{words.text}\n(Rank {self.shown(words.rank)} has said so; rank {self.shown(self.rank)} stops too.)",
-                origin,
-            )
+            raise self._lost_too(words, origin, moment)
         raise PeerFailed(
             f"Rank {self.shown(words.rank)} failed while rank {self.shown(self.rank)} waited for it in {moment()}. It "
             f"said:\n{words.type}: {words.text}",
             self.shown(words.rank),
         )
+
+    def _lost_too(self, words: Words, origin: int, moment: Callable[[], str]) -> PeerFailed:
+        """The error for a peer that another one has lost too: that other one is not the cause."""
+        assert self.board is not None
+        if words.type == PeerLost.__name__ and origin in self.others:
+            rank = self.board.members.index(origin)
+            reason = self.why_gone(rank)
+            if reason is not None:
+                return self._lost(rank, moment(), reason)
+        text = f"{words.text}\n(Rank {self.shown(words.rank)} has said so; rank {self.shown(self.rank)} stops too.)"
+        if words.type != PeerLost.__name__:
+            return PeerFailed(text, origin)
+        process = self.pulse.process_of(origin) if self.pulse is not None else None
+        return PeerLost(text, origin, host=process.host if process else "", pid=process.pid if process else None)
 
     def require_wanted(self, moment: Callable[[], str]) -> None:
         """At the end of a window: raise if the others have given this rank up, in case it has taken long.
@@ -404,8 +413,11 @@ class Watch:
 
     def lost(self, rank: int, place: str, reason: Gone) -> PeerLost:
         """The error for a peer that is gone; one that has spoken is quoted instead."""
-        assert self.board is not None
         self.raise_failed_peer(lambda: place)
+        return self._lost(rank, place, reason)
+
+    def _lost(self, rank: int, place: str, reason: Gone) -> PeerLost:
+        assert self.board is not None
         process = self.pulse.process_of(self.board.members[rank]) if self.pulse is not None else None
         number = self.shown(rank)
         who = f"Rank {number} ({process})" if process is not None else f"Rank {number}"
