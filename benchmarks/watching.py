@@ -91,8 +91,8 @@ def watching(quick: bool) -> dict[str, Any]:
             f"of {1000 * STEP_SECONDS:.0f} ms",
         ],
         rows,
-        "median [quartiles] of differences and ratios within a round, us of the dearest rank's own thread (NaN: of rank "
-        "0's); quartiles on both sides of 0 are a tie; sign: a thread's time each second",
+        "median [quartiles] of differences and ratios within a round, us of the dearest rank's own thread (NaN: of "
+        "rank 0's); quartiles on both sides of 0 are a tie; sign: a thread's time each second",
     )
     return results
 

@@ -94,9 +94,9 @@ def table(restarts: list[Restart]) -> str:
     def shown(values: list[float]) -> str:
         return f"{statistics.median(values):.2f} s ({min(values):.2f} to {max(values):.2f})"
 
-    beyond = [restart.beyond_start for restart in restarts]
+    beyond, own = [restart.beyond_start for restart in restarts], [restart.to_ranks for restart in restarts]
     return (
-        f"{len(restarts)} restarts after kill -9: the next processes are made after {shown([r.to_ranks for r in restarts])}, "
+        f"{len(restarts)} restarts after kill -9: the next processes are made after {shown(own)}, "
         f"the first step is done after {shown([r.to_first_step for r in restarts])}; the start of the job took "
         f"{restarts[0].start:.2f} s, so a restart takes {shown(beyond)} beyond it; at most {PROMISED_SECONDS:g} s is "
         f"promised on an idle machine: {'kept' if max(beyond) <= PROMISED_SECONDS else 'NOT KEPT'}"

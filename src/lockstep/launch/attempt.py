@@ -81,6 +81,7 @@ class Attempt:
         self._oom_before: dict[int, dict[str, int]] = {}
         self._started: Started | None = None
         self._stopped_since: dict[int, float] = {}
+        self._num_looks_alone = 0
         self._arrivals = Arrivals(limits.start, say)
 
     def run(self) -> Ended:
@@ -158,7 +159,9 @@ class Attempt:
             self._sleep(_LOOK_SECONDS)
             if time.monotonic() >= next_look:
                 next_look = time.monotonic() + 1.0
-                self._look_for_stopped()
+                alone = self._look_for_stopped()
+                if alone is not None:
+                    return alone
                 places = {facts.rank: self._place(facts) for facts in self._ranks}
                 cause = self._arrivals.look(places, {facts.rank: facts.pid for facts in self._running})
                 if cause is not None:
@@ -200,11 +203,13 @@ class Attempt:
                 self._poll.unregister(handle)
                 os.close(handle)
 
-    def _look_for_stopped(self) -> None:
+    def _look_for_stopped(self) -> Cause | None:
+        """Tell of ranks that are stopped while others run; a cause where all others have ended."""
         stopped = [facts for facts in self._running if processes.is_stopped(facts.pid)]
         if len(stopped) == len(self._running):
             self._stopped_since.clear()  # all of them: someone suspended the job, or the machine
-            return
+            return self._left_alone(stopped)
+        self._num_looks_alone = 0
         for facts in self._running:
             if facts not in stopped:
                 self._stopped_since.pop(facts.rank, None)
@@ -216,6 +221,20 @@ class Attempt:
                     f"rank {facts.rank} (pid {facts.pid}) is stopped, and the others wait for it; "
                     f"kill -CONT {facts.pid} lets it go on"
                 )
+        return None
+
+    def _left_alone(self, stopped: list[RankFacts]) -> Cause | None:
+        """A cause once ranks have been stopped for the deadline of ranks without a sign of life, and all others ended.
+
+        Looks are counted, once a second, since time in which this process stood still does not count.
+        """
+        self._num_looks_alone += 1
+        limit = settings.heartbeat_timeout()
+        if not limit or self._num_looks_alone < limit or len(stopped) == len(self._ranks) or not stopped:
+            return None
+        first = stopped[0]
+        text = f"rank {first.rank} (pid {first.pid}) is stopped (SIGSTOP or a debugger), and all others have ended"
+        return Cause(first.rank, text)
 
     # ---------------------------------------------------------------- end
 
