@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     from lockstep import checkpoint, data, errors, hooks
+    from lockstep.agree.stopping import stopping
     from lockstep.compiling import compile, explain
     from lockstep.ddp import DDP, DistributedDataParallel
-    from lockstep.launch.stopping import stopping
     from lockstep.observe.report import write_report
     from lockstep.observe.timeline import Timeline
     from lockstep.plan import Plan
@@ -65,7 +65,7 @@ _MODULE_OF = {
     "explain": "lockstep.compiling",
     "fully_shard": "lockstep.shard",
     "hooks": "lockstep.hooks",
-    "stopping": "lockstep.launch.stopping",
+    "stopping": "lockstep.agree.stopping",
     "unwrap": "lockstep.state_dict",
     "write_report": "lockstep.observe.report",
 }

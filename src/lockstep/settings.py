@@ -175,3 +175,8 @@ def run_folder() -> Path | None:
     """Where this process leaves word for its launcher; None where it has none."""
     text = RUN_FOLDER.text()
     return Path(text) if text else None
+
+
+def stop_mark(folder: Path, rank: int) -> Path:
+    """The file by which a rank tells its launcher that it was told to stop, and that all ranks do."""
+    return folder / f"rank-{rank}.stopping"

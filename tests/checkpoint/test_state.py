@@ -220,3 +220,21 @@ def test_the_plan(tmp_path: Path) -> None:
     assert "plan_of" in loaded.notes[0]
     same = lockstep.DDP(other.module, plan=lockstep.checkpoint.plan_of(tmp_path))
     assert load(tmp_path, same).is_bitwise  # type: ignore[union-attr]
+
+
+WRONG_MAPPINGS = [
+    (lambda rank: rank, "of type function"),
+    ([1], "of type list"),
+    ({3: 1}, "has the key 3, of type int"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), WRONG_MAPPINGS)
+@pytest.mark.parametrize("name", ["extra", "per_rank"])
+def test_what_is_no_dict_of_names_is_refused_in_words(tmp_path: Path, name: str, given: Any, words: str) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=f"{name} .*{words}.*give a dict of names"):
+        save(tmp_path, model, step=1, **{name: given})
+    save(tmp_path, model, step=1).wait()
+    with pytest.raises(TypeError, match=f"{name} .*{words}.*give a dict of names"):
+        load(tmp_path, model, **{name: given})

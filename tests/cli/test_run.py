@@ -275,6 +275,7 @@ def loss_without_ddp() -> float:
         (["--inject", "explode", "{script}"], "there is no fault 'explode'"),
         (["--inject", "kill:rank=1,when=5", "{script}"], "'when=5' is not one of"),
         (["--inject", "kill:rank=-1", "{script}"], "rank is '-1'"),
+        (["--nproc", "2", "--inject", "kill:rank=2", "{script}"], "rank is 2, and there are 2 ranks, 0 to 1"),
         (["--inject", "kill:moment=lunch", "{script}"], "there is no moment 'lunch'"),
         (["--inject", "sleep:rank=1", "{script}"], "sleep needs seconds"),
         (["--inject", "nan:moment=forward", "{script}"], "nan happens to a bucket"),

@@ -85,13 +85,47 @@ def test_zero_switches_the_limit_off_and_not_the_duplicates() -> None:
     assert arrivals.look({0: place(0, 2), 1: place(0, 2)}, {0: 100, 1: 101}) is not None
 
 
-def test_a_rank_that_has_ended_is_told_as_that() -> None:
-    arrivals = Arrivals(1e-9)
-    places = {0: place(0, 2), 1: Place()}
-    arrivals.look(places, {0: 100})
+ENDED = [(Place(), "without ever coming there"), (place(1, 2, "end"), "last seen")]
+
+
+@pytest.mark.parametrize(("ended", "words"), ENDED)
+def test_a_rank_that_has_ended_is_told_as_that(ended: Place, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrivals = Arrivals(0)
+    places = {0: place(0, 2), 1: ended}
+    assert arrivals.look(places, {0: 100}) is None
+    monkeypatch.setattr("lockstep.launch.arrivals._ENDED_SECONDS", 0.0)
+    monkeypatch.setattr("lockstep.launch.arrivals._ENDED_AFTER_JOINING_SECONDS", 0.0)
+    assert arrivals.look(places, {0: 100, 1: 101}) is None
     cause = arrivals.look(places, {0: 100})
     assert cause is not None
-    assert "rank 1, which has ended" in cause.text
+    assert cause.rank == 1
+    assert f"for rank 1, which has ended, {words}" in cause.text
+
+
+def test_a_rank_that_has_ended_is_not_missed_where_another_took_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.launch.arrivals._ENDED_SECONDS", 0.0)
+    arrivals = Arrivals(0)
+    assert arrivals.look({0: Place(), 1: place(0, 2), 2: place(1, 2)}, {1: 101, 2: 102}) is None
+
+
+@pytest.mark.multirank
+def test_a_rank_that_ends_before_it_joins_is_named_soon(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path / "train.py",
+        """
+        import os, sys
+        import torch.distributed as dist
+
+        if os.environ["RANK"] == "1":
+            sys.exit(0)
+        dist.init_process_group()
+        """,
+    )
+    words = [*RUN, "--nproc", "3", "--start-timeout", "0", "--report-dir", tmp_path / "reports"]
+    done = run_command([*words, script])
+    assert done.exit_code == 1, done
+    assert "wait in init_process_group for rank 1, which has ended, without ever coming there" in summary(done)
+    assert report(tmp_path)["attempts"][0]["rank"] == 1
 
 
 def test_the_programs_own_patience_counts_if_it_is_longer() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from launch.jobs import RUN, report, summary, train_script
-from launching import Finished, run_command
+from launching import Finished, run_command, write_script
 
 pytestmark = pytest.mark.multirank
 
@@ -44,3 +45,21 @@ def test_a_rank_that_holds_the_interpreters_lock_shows_its_stack_too(tmp_path: P
     assert "FAILED: rank 1 (pid" in summary(done)
     (attempt,) = report(tmp_path)["attempts"]
     assert "in hold\n" in attempt["ranks"][1]["stack"]
+
+
+def test_a_rank_that_is_stopped_when_all_others_have_ended_is_an_error_at_the_deadline(tmp_path: Path) -> None:
+    script = write_script(
+        tmp_path / "train.py",
+        """
+        import os, signal
+        import torch.distributed as dist
+        dist.init_process_group()
+        dist.barrier()
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        """,
+    )
+    words = [*RUN, "--nproc", "2", "--report-dir", tmp_path / "reports", script]
+    done = run_command(words, env={"LOCKSTEP_HEARTBEAT_TIMEOUT": "3"})
+    assert done.exit_code == 1, done
+    assert re.search(r"FAILED: rank 1 \(pid \d+\) is stopped .*, and all others have ended", summary(done))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.restart_time import measure, table
 from launch.soak import Soak, soak
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
@@ -15,6 +16,21 @@ def test_one_job_under_random_faults(tmp_path: Path) -> None:
     # The seed of a quick look: a rank killed, and whatever else there is time for.
     (job,) = soak(Soak(tmp_path, num_steps=150, every=6.0, seed=3), seconds=0)
     assert job.state
+
+
+def test_a_restart_is_measured_beside_the_start_of_its_job(tmp_path: Path) -> None:
+    (restart,) = measure(tmp_path, 1)
+    assert 0 < restart.to_ranks < restart.to_first_step
+    assert "1 restarts after kill -9" in table([restart])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_ten_restarts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    restarts = measure(tmp_path, 10)
+    assert len(restarts) == 10
+    with capsys.disabled():
+        print(f"\n{table(restarts)}")
 
 
 @pytest.mark.soak

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch.jobs import RUN, signal_rank, wait_until
+from launch.jobs import RUN, signal_rank, summary, wait_until
 from launching import EXAMPLES, Launch, write_script
 from lockstep.checkpoint import latest
 from lockstep.checkpoint.reading import Reader
@@ -46,7 +46,9 @@ def test_all_ranks_stop_at_the_same_step(tmp_path: Path, to_one_rank: bool) -> N
     else:
         launch.process.send_signal(signal.SIGTERM)
     done = launch.finish()
-    assert done.exit_code == (0 if to_one_rank else 143), done
+    assert done.exit_code == 143, done
+    assert "STOPPED: " in done.errors
+    assert ("rank 1 (pid" in summary(done)) is to_one_rank
     assert len(done.lines) == 3
     assert len(set(done.lines)) == 1
     assert int(done.lines[0]) > 10

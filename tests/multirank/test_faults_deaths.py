@@ -236,10 +236,18 @@ def test_the_words_of_a_rank_that_raised_are_quoted_also_if_it_hosts_the_store(w
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_leaves_is_named_with_its_step(who: int, tmp_path: Path) -> None:
     codes, texts = end_of("exit", who, tmp_path)
-    assert codes[who] in (3, -signal.SIGABRT)  # torch aborts at times where a process leaves with its groups open
+    assert codes[who] == 3
     assert f"CAUGHT PeerLost {who}" in texts[1 - who]
-    assert "ended its program after 3 steps" in texts[1 - who]
-    assert "join()" in texts[1 - who]
+    assert "ended its program after 3 steps by sys.exit(3)" in texts[1 - who]
+    assert "join()" not in texts[1 - who]
+
+
+def test_a_rank_with_fewer_batches_is_told_about_join(tmp_path: Path) -> None:
+    codes, texts = end_of("fewer batches", 1, tmp_path)
+    assert codes[1] in (0, -signal.SIGABRT)  # torch aborts at times where a process leaves with its groups open
+    assert "CAUGHT PeerLost 1" in texts[0]
+    assert "ended its program after 3 steps" in texts[0]
+    assert "join()" in texts[0]
 
 
 def test_a_rank_that_leaves_without_a_word_is_named(tmp_path: Path) -> None:

@@ -70,16 +70,23 @@ def group_on_a_store_of_rank_zero() -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=200))
 
 
-def stop_the_host_of_the_store() -> dict[str, Any]:
+def train_and_stop_rank_zero(*, after_signs_of_life: bool = True) -> tuple[Any, int, list[int]]:
+    """A model in its third step, the rank, all processes; rank 0, which hosts the store, stands still."""
     import lockstep
 
     group_on_a_store_of_rank_zero()
     rank, pids = dist.get_rank(), shared_pids()
     ddp = lockstep.DDP(nn.Linear(4, 2))
     warm_up(ddp)
-    sleep(2.5)  # signs of life have been read once
+    if after_signs_of_life:
+        sleep(2.5)  # they have been read once
     if rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
+    return ddp, rank, pids
+
+
+def stop_the_host_of_the_store() -> dict[str, Any]:
+    ddp, rank, pids = train_and_stop_rank_zero()
     found = caught(lambda: step(ddp))
     if rank == 1:
         os.kill(pids[0], signal.SIGKILL)
@@ -103,15 +110,7 @@ def test_a_stopped_host_of_the_store_is_an_error_at_the_deadline() -> None:
 
 
 def stop_the_host_for_a_while() -> dict[str, Any]:
-    import lockstep
-
-    group_on_a_store_of_rank_zero()
-    rank, pids = dist.get_rank(), shared_pids()
-    ddp = lockstep.DDP(nn.Linear(4, 2))
-    warm_up(ddp)
-    sleep(2.5)  # signs of life have been read once
-    if rank == 0:
-        os.kill(os.getpid(), signal.SIGSTOP)
+    ddp, rank, pids = train_and_stop_rank_zero()
     found = caught(lambda: step(ddp))
     if rank == 1:
         sleep(2)  # so that the other one has come to its own deadline
@@ -138,14 +137,7 @@ def test_a_host_of_the_store_that_comes_back_has_failed_too_and_all_go_on() -> N
 
 
 def interrupt_while_the_store_is_silent() -> bool:
-    import lockstep
-
-    group_on_a_store_of_rank_zero()
-    rank, pids = dist.get_rank(), shared_pids()
-    ddp = lockstep.DDP(nn.Linear(4, 2))
-    warm_up(ddp)
-    if rank == 0:
-        os.kill(os.getpid(), signal.SIGSTOP)
+    ddp, _, pids = train_and_stop_rank_zero(after_signs_of_life=False)
     pressed = []
 
     def press_control_c(message: str) -> None:

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -114,10 +115,11 @@ def test_a_fault_comes_once_or_for_some_steps(world_of_one: None) -> None:
 
 def test_only_the_rank_that_is_meant_is_hit(world_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
     ddp = train(1)
+    monkeypatch.setattr(inject, "_world", lambda: 2)
     with inject.fault(StepMoment.FORWARD, inject.raises, rank=1) as fault:
         train(1, ddp)
         assert fault.fired is Fired.NOT_YET
-        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setattr(inject, "_this_rank", lambda: 1)
         with pytest.raises(inject.Fault, match=r"injected at forward of step \d+"):
             train(1, ddp)
 
@@ -221,3 +223,17 @@ def test_the_environment_variable_reaches_the_ranks(tmp_path: Path) -> None:
     done = run_command([*LOCKSTEP, "run", "--report-dir", tmp_path, script], env=env)
     assert (done.exit_code, done.output) == (7, "")
     assert "LOCKSTEP_INJECT" not in os.environ
+
+
+@pytest.mark.parametrize("rank", [1, -1, "0", True])
+def test_a_rank_that_there_is_not_is_an_error(world_of_one: None, rank: Any) -> None:
+    with pytest.raises(ValueError, match="rank is"), inject.fault(StepMoment.BACKWARD, inject.raises, rank=rank):
+        train(1)
+
+
+def test_a_rank_that_turns_out_not_to_be_there_is_an_error(world_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inject, "_world", lambda: None)
+    with inject.fault(StepMoment.BACKWARD, inject.raises, rank=1):
+        monkeypatch.undo()
+        with pytest.raises(ValueError, match="rank is 1, and there are 1 ranks"):
+            train(1)

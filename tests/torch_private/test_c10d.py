@@ -49,6 +49,20 @@ def test_host_group() -> None:
     assert (group.rank(), group.size()) == (0, 1)
 
 
+def test_registered_groups() -> None:
+    group = dist.new_group([0])
+    registered = private.registered_groups()
+    assert group in registered
+    dist.destroy_process_group(group)
+    assert group not in registered
+
+
+def test_living_groups() -> None:
+    group = private.host_group(private.default_store(), "probe", 0, 1, timedelta(seconds=5))
+    assert any(known is dist.group.WORLD for known in private.living_groups())
+    assert any(known is group for known in private.living_groups())
+
+
 def test_host_all_gather() -> None:
     group = private.host_group(private.default_store(), "probe", 0, 1, timedelta(seconds=5))
     everyones = torch.zeros(2, dtype=torch.int64)

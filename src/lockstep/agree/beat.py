@@ -52,6 +52,8 @@ class Beat:
     at: str = ""  # file, line and function
     note: str = ""  # what else may help: an error in another thread
     ended: bool = False
+    how: str = ""  # it ended, in words
+    left: list[str] = field(default_factory=list)  # boards whose process group it has destroyed
     heard: bool = False  # the last words of the process that ended first
     waits: dict[str, Place] = field(default_factory=dict)  # board: where it has waited for more than a second
     meets: dict[str, tuple[str, str]] = field(default_factory=dict)  # board: a meeting, and what it is about
@@ -82,6 +84,7 @@ def read_beat(text: str | None) -> Beat | None:
     if not isinstance(data, dict) or not _is_number(data.get("number")):
         return None
     waits = {board: place for board, value in _items(data.get("waits")) if (place := _place(value)) is not None}
+    left = data.get("left")
     meets = {
         board: (value[0][:_LONGEST_TEXT], value[1][:_LONGEST_TEXT])
         for board, value in _items(data.get("meets"))
@@ -95,6 +98,8 @@ def read_beat(text: str | None) -> Beat | None:
         at=_text(data.get("at")),
         note=_text(data.get("note")),
         ended=data.get("ended") is True,
+        how=_text(data.get("how")),
+        left=[name for name in left[:100] if isinstance(name, str)] if isinstance(left, list) else [],
         heard=data.get("heard") is True,
         waits=waits,
         meets=meets,
@@ -135,7 +140,11 @@ def read_words(text: str | None, world: int) -> Words | None:
 
 def words_of(error: BaseException, rank: int) -> Words:
     """The words of an exception that this rank has raised."""
-    return Words(rank, type(error).__name__, str(error)[:_LONGEST_TEXT], ranks=tuple(getattr(error, "ranks", ())))
+    ranks = getattr(error, "ranks", None)
+    if ranks is None:
+        ranks = (getattr(error, "rank", None),)
+    named = tuple(r for r in ranks if _is_number(r)) if isinstance(ranks, (tuple, list)) else ()
+    return Words(rank, type(error).__name__, str(error)[:_LONGEST_TEXT], ranks=named)
 
 
 # ---------------------------------------------------------------- where a process is

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from time import monotonic, sleep
 from typing import Any, TypeVar
@@ -52,6 +52,8 @@ class Board:
         self.members = list(range(world)) if members is None else list(members)
         # Looks around while this board waits, and raises where waiting is in vain.
         self.on_slice: Callable[[], None] | None = None
+        # Whether the group of this board is still there; set by who made it for a group.
+        self.has_group: Callable[[], bool] = lambda: True
         self._posted: set[str] = set()
         if pulse is not None:
             closing = weakref.finalize(self, _close, pulse, prefix, rank, world, self._posted)
@@ -61,6 +63,10 @@ class Board:
     def name(self) -> str:
         """The same on all ranks, and no other board's."""
         return self._prefix
+
+    def by_global(self, values: Mapping[int, T]) -> dict[int, T]:
+        """Values of ranks of the group, by the global numbers that messages and errors use."""
+        return {self.members[rank]: value for rank, value in values.items()}
 
     def _do(self, function: Callable[[Any], T], seconds: float | None = None) -> T:
         """Let ``function`` be done with the store; raise StoreSilent when it does not answer in time."""
@@ -135,9 +141,9 @@ class Board:
         keys = {f"{key}/{rank}": rank for rank in range(self.world)}
         missing = self.wait_for(keys, deadline, on_slice)
         if missing:
-            late = [keys[name] for name in missing]
+            late = [self.members[keys[name]] for name in missing]
             raise PeerLate(
-                f"Rank {self.rank} waited {timeout_seconds:g} s for rank(s) {late} to tell their {key}."
+                f"Rank {self.members[self.rank]} waited {timeout_seconds:g} s for rank(s) {late} to tell their {key}."
                 f"{self.silence_told()}",
                 late,
             )
@@ -150,7 +156,9 @@ class Board:
             return mine
         if self.wait_for([key], monotonic() + timeout_seconds):
             raise PeerLate(
-                f"Rank {self.rank} waited {timeout_seconds:g} s for rank 0 to tell its {key}.{self.silence_told()}", [0]
+                f"Rank {self.members[self.rank]} waited {timeout_seconds:g} s for rank {self.members[0]} to tell its "
+                f"{key}.{self.silence_told()}",
+                [self.members[0]],
             )
         return self.read(key) or ""
 
@@ -253,7 +261,13 @@ def open_board(process_group: Any, kind: str = "wrappers") -> Board | None:
 def board_of(process_group: Any, store: Any, prefix: str) -> Board:
     """The board of this group with this prefix."""
     members = _global_ranks(process_group)
-    return Board(store, prefix, process_group.rank(), process_group.size(), pulse_of_this_process(), members)
+    pulse = pulse_of_this_process()
+    board = Board(store, prefix, process_group.rank(), process_group.size(), pulse, members)
+    registered, group = torch_private.registered_groups(), weakref.ref(process_group)
+    if pulse is not None and process_group in registered:  # some groups are known to nobody
+        board.has_group = lambda: group() in registered
+        pulse.know(board)
+    return board
 
 
 def _global_ranks(process_group: Any) -> list[int]:

@@ -1,12 +1,14 @@
 """Last words: a process that ends tells its peers why, before all they see is a connection that closed.
 
 an exception that nobody caught   its type and text, from ``sys.excepthook``
+one that the program caught, and  the same, as far as it was seen: ``sys.exit`` was called where it was handled, or it
+then ended                        came out of a forward, and no step was finished since
 a raise in another thread         a note beside the signs of life, since the process goes on
 the end of the program            which step it was in: its end, ``sys.exit``, fewer batches than others
 
-An exception that was caught is nobody's business, also if a program calls ``sys.excepthook`` with it to show it.  A
-forked child says nothing: it is not a rank.  The process that hosts the store stays a moment, so that its own last
-words can be read.
+An exception that was caught is nobody's business while the program goes on, also if it calls ``sys.excepthook`` to show
+it: a step that ends well is the proof that it was handled.  A forked child says nothing: it is not a rank.  The process
+that hosts the store stays a moment, so that its own last words can be read.
 """
 
 from __future__ import annotations
@@ -14,15 +16,17 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import multiprocessing.util
 import os
 import sys
 import threading
 from time import monotonic, sleep
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from lockstep.agree import pulse as pulses
 from lockstep.agree.beat import Words, words_of
+from lockstep.agree.leaving import abandon_groups
 
 logger = logging.getLogger("lockstep")
 
@@ -37,6 +41,8 @@ class _State:
 
     is_prepared = is_installed = has_ended = False
     pid = 0  # of the process that has peers, once it has
+    noticed: Words | None = None  # of an error that may have been handled
+    leaving = ""  # how sys.exit was called, for a status that is not 0
 
 
 def prepare() -> None:
@@ -54,6 +60,10 @@ def _install() -> None:
         _State.pid = os.getpid()
         _hook_exceptions()
         _hook_threads()
+        _hook_exit()
+        if multiprocessing.parent_process() is not None:
+            # A process of multiprocessing ends by itself, without handlers of atexit if it was forked.
+            multiprocessing.util.Finalize(None, _end, exitpriority=0)
         # Once more, since what is registered last is called first: before others end what we need.
         atexit.register(_end)
 
@@ -81,6 +91,36 @@ def _hook_threads() -> None:
         previous(args)
 
     threading.excepthook = note_and_show
+
+
+def _hook_exit() -> None:
+    previous = sys.exit
+
+    def note_and_exit(status: Any = None, /) -> NoReturn:
+        if threading.current_thread() is threading.main_thread():
+            _note_exit(status, sys.exception())
+        previous(status)
+
+    note_and_exit.is_lockstep = True  # type: ignore[attr-defined]
+    sys.exit = note_and_exit
+
+
+def _note_exit(status: Any, error: BaseException | None) -> None:
+    _State.leaving = "" if status in (None, 0) else f"sys.exit({status!r:.200})"
+    if _State.leaving and error is not None:
+        notice(error)
+
+
+def notice(error: BaseException) -> None:
+    """Remember an error that comes out of a step, in case the program ends because of it."""
+    if isinstance(error, Exception) and not _is_child():
+        _State.noticed = words_of(error, -1)
+
+
+def forget() -> None:
+    """A step has ended well: what was noticed before was handled."""
+    if _State.noticed is not None or _State.leaving:
+        _State.noticed, _State.leaving = None, ""
 
 
 def _is_called_by_hand() -> bool:
@@ -116,16 +156,54 @@ def _end() -> None:
     """The process ends: say so, let those who need the store hear it, and end the threads that speak to it."""
     if _State.has_ended or _is_child():
         return
-    # Python sets this for an exception that nobody caught, and for no other: also for one before a model was wrapped.
-    error = getattr(sys, "last_value", None)
-    if error is not None and not hasattr(sys, "ps1"):
+    error = _error_at_the_end()
+    if error is not None:
         _tell(error)
     for pulse in pulses.living_pulses():
         _State.has_ended = True
         with contextlib.suppress(Exception):
-            said = f"ended its program {pulse.doing() or 'before it trained anything'}"
-            pulse.end_with(Words(pulse.rank, "", said, ended=True), _TELLING_SECONDS)
+            is_amid = pulse.is_amid_a_window()
+            if error is not None or is_amid or _State.noticed is not None or _State.leaving:
+                abandon_groups()
+            pulse.end_with(_words_at_the_end(pulse, is_amid), _TELLING_SECONDS)
             deadline = monotonic() + _STAY_SECONDS
             while pulse.hosts_store and monotonic() < deadline and not pulse.has_been_heard():
                 sleep(_POLL_SECONDS)
         pulse.line.close(_CLOSING_SECONDS)
+
+
+def _error_at_the_end() -> BaseException | None:
+    """The exception that ends this process; None for a planned end."""
+    # Python sets this for an exception that nobody caught, and for no other: also for one before a model was wrapped.
+    error = getattr(sys, "last_value", None)
+    if error is not None and not hasattr(sys, "ps1"):
+        return error if isinstance(error, BaseException) else None
+    error = sys.exception()  # on its way out of a process of multiprocessing
+    if isinstance(error, SystemExit):
+        _note_exit(error.code, error.__cause__ or error.__context__)
+        return None
+    return error
+
+
+def _words_at_the_end(pulse: pulses.Pulse, is_amid: bool) -> Words:
+    """What a process says that came to its end without an exception that nobody caught."""
+    place = pulse.doing() or "before it trained anything"
+    by = f" by {_State.leaving}" if _State.leaving else ""
+    noticed = _State.noticed
+    if noticed is not None:
+        text = f"{noticed.text}\n(Its program caught this error, and ended{by} {place}.)"
+        return Words(pulse.rank, noticed.type, text, ranks=noticed.ranks)
+    said = f"ended its program {place}{by}"
+    if is_amid:
+        said += (
+            ", in the middle of a backward or of its reduction. So an error was raised there, and caught by the "
+            "program before it ended: look at that rank's output."
+        )
+    elif by:
+        said += ": look at that rank's output."
+    else:
+        said += (
+            ".\nFix: give all ranks as many batches, or wrap the loop in model.join(). If the program has caught an "
+            "error before it ended, that rank's output has it."
+        )
+    return Words(pulse.rank, "", said, ended=True)

@@ -7,6 +7,7 @@ thread, with a limit.  The thread takes turns: between what it is asked to do it
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -53,14 +54,20 @@ class Line:
     """A way to the store that always comes back.
 
     ``on_turn`` is called by the thread about every ``period`` seconds with the connection; it must hold nothing that
-    holds this line, which ends when its last owner lets go of it.
+    holds this line, which ends when its last owner lets go of it; ``on_end`` is called then.
     """
 
-    def __init__(self, store: Any, on_turn: Callable[[Any], None] | None = None, period: float = 1.0) -> None:
+    def __init__(
+        self,
+        store: Any,
+        on_turn: Callable[[Any], None] | None = None,
+        period: float = 1.0,
+        on_end: Callable[[Any], None] | None = None,
+    ) -> None:
         self._shared = _Shared(store)
         self._pid = os.getpid()
         self._thread = threading.Thread(
-            target=_work, args=(self._shared, on_turn, period), name="lockstep line to the store", daemon=True
+            target=_work, args=(self._shared, on_turn, period, on_end), name="lockstep line to the store", daemon=True
         )
         self._thread.start()
         weakref.finalize(self, self._shared.jobs.put, None)
@@ -124,7 +131,12 @@ def _turn(_: Any) -> None:
     """Stands in the queue for a turn; never called."""
 
 
-def _work(shared: _Shared, on_turn: Callable[[Any], None] | None, period: float) -> None:
+def _work(
+    shared: _Shared,
+    on_turn: Callable[[Any], None] | None,
+    period: float,
+    on_end: Callable[[Any], None] | None,
+) -> None:
     connection = None
     next_turn = monotonic()
     has_warned = False
@@ -134,6 +146,9 @@ def _work(shared: _Shared, on_turn: Callable[[Any], None] | None, period: float)
         except Empty:
             job = _Job(_turn)
         if job is None:
+            if on_end is not None and connection is not None and shared.broken is None:
+                with contextlib.suppress(RuntimeError):
+                    on_end(connection)
             break
         if job.is_dropped:
             continue

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from time import monotonic
 
 from lockstep import settings
-from lockstep.agree.beat import Words, read_words, words_of
+from lockstep.agree.beat import read_words, words_of
 from lockstep.agree.board import Board
 from lockstep.errors import Disagreement, LockstepError, PeerFailed, PeerLate, PeerLost, rank_table
 
@@ -100,15 +100,12 @@ def agree_on_model(board: Board, mine: ModelDescription, timeout_seconds: float)
 
 def _failed(board: Board, text: str) -> PeerFailed:
     failure = read_words(text.removeprefix(_FAILED), board.world)
-    who, said = ("A rank", "nothing that can be read") if failure is None else _quoted(failure)
+    rank = None if failure is None else board.members[failure.rank]
+    who = "A rank" if rank is None else f"Rank {rank}"
+    said = "nothing that can be read" if failure is None else f"{failure.type}: {failure.text}"
     return PeerFailed(
-        f"{who} could not wrap its model, so rank {board.rank} stops too. It said:\n{said}",
-        None if failure is None else failure.rank,
+        f"{who} could not wrap its model, so rank {board.members[board.rank]} stops too. It said:\n{said}", rank
     )
-
-
-def _quoted(words: Words) -> tuple[str, str]:
-    return f"Rank {words.rank}", f"{words.type}: {words.text}"
 
 
 def _wait_for(board: Board, keys: list[str], deadline: float) -> None:
@@ -149,13 +146,13 @@ def _wait_for_verdict(board: Board, deadline: float) -> str:
 
 def _absent_ranks(board: Board) -> list[int]:
     texts = board.read_all(f"digest/{rank}" for rank in range(board.world))
-    return [rank for rank, text in enumerate(texts) if text is None]
+    return [board.members[rank] for rank, text in enumerate(texts) if text is None]
 
 
 def _late(board: Board) -> PeerLate:
-    absent = _absent_ranks(board)
+    absent, me = _absent_ranks(board), board.members[board.rank]
     return PeerLate(
-        f"Rank {board.rank} waited for all ranks to wrap their model, but rank(s) {absent} did not arrive in time.\n"
+        f"Rank {me} waited for all ranks to wrap their model, but rank(s) {absent} did not arrive in time.\n"
         "Likely causes: those ranks failed or are still loading; they wrap their models in another order; or only some "
         "ranks reach DistributedDataParallel(...).\n"
         "Fix: look at the output of those ranks first. If they are only slow, raise "
@@ -173,8 +170,8 @@ def _slow_arrival_warning(board: Board) -> Callable[[], None]:
             next_warning = monotonic() + _WARN_EVERY_SECONDS
             logger.warning(
                 "Rank %d is waiting for rank(s) %s to wrap their model.",
-                board.rank,
-                _absent_ranks(board) or [0],
+                board.members[board.rank],
+                _absent_ranks(board) or [board.members[0]],
             )
 
     return on_slice
@@ -189,9 +186,9 @@ def _disagreement(board: Board, deadline: float) -> Disagreement:
     descriptions = {}
     for rank, text in enumerate(board.read_all(keys)):
         try:
-            descriptions[rank] = ModelDescription.from_json(text or "")
+            descriptions[board.members[rank]] = ModelDescription.from_json(text or "")
         except (ValueError, TypeError, KeyError, AttributeError):  # late, or not what a rank of ours would write
-            logger.warning("The description that rank %d has given of its model cannot be read.", rank)
+            logger.warning("The description that rank %d has given of its model cannot be read.", board.members[rank])
     if len(descriptions) < 2:
         return Disagreement("Ranks wrapped different models or options, and their descriptions cannot be read.")
     return Disagreement(*describe_differences(descriptions))

@@ -38,6 +38,9 @@ class _Self:
         self.meets: dict[str, tuple[str, str]] = {}
         self.note = ""
         self.ended = False
+        self.how = ""
+        self.boards: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.last_doing = ""
         self.doing: weakref.WeakSet[Any] = weakref.WeakSet()
         self.final: Words | None = None
         self.answered = ""  # the last question about our stack that we answered
@@ -52,6 +55,7 @@ class _Self:
         with self.lock:
             self.number += 1
             doing = "; ".join(sorted({text for who in list(self.doing) if (text := who.doing())})[:4])
+            self.last_doing = doing or self.last_doing
             return Beat(
                 self.number,
                 self.process,
@@ -60,6 +64,8 @@ class _Self:
                 where_now(),
                 self.note,
                 self.ended,
+                self.how,
+                sorted(board.name for board in list(self.boards) if not board.has_group()),
                 self.final is not None,
                 dict(self.waits),
                 dict(self.meets),
@@ -79,6 +85,13 @@ class _Self:
         store.set(self.key(f"beat/{self.rank}"), self.beat().to_json())
         if len(self.known) < self.world - 1:
             self.look(store, [r for r in range(self.world) if r != self.rank and r not in self.known])
+
+    def part(self, store: Any) -> None:
+        """The group of this process is gone, and the process goes on without it: say so once."""
+        if not self.ended:
+            self.ended = True
+            self.how = f"has destroyed its process group {self.last_doing or 'before it trained anything'}."
+            store.set(self.key(f"beat/{self.rank}"), self.beat().to_json())
 
     def look(self, store: Any, ranks: Sequence[int]) -> dict[int, Beat]:
         """Read the beats of ``ranks``; those that have none are left out."""
@@ -105,7 +118,7 @@ class Pulse:
         self.rank, self.world = rank, world
         # More ranks look at more ranks: rarer, so that the store's work grows with the number of ranks, not its square.
         self.period = max(1.0, world / 100)
-        self.line = Line(store, self._self.take_turn, self.period)
+        self.line = Line(store, self._self.take_turn, self.period, self._self.part)
         self._question = 0
         weakref.finalize(self, _remove, self.line, self._self.key(f"stack/{rank}"))
 
@@ -115,6 +128,11 @@ class Pulse:
         """Let ``who.doing()`` say what this process is doing, as long as it lives."""
         with self._self.lock:
             self._self.doing.add(who)
+
+    def know(self, board: Any) -> None:
+        """Say of a board whether its group (``has_group``) is still there, as long as it lives."""
+        with self._self.lock:
+            self._self.boards.add(board)
 
     def wait_at(self, board: str, place: Place | None) -> None:
         """Say where this process waits since a second, or that it does not any more."""
@@ -145,6 +163,10 @@ class Pulse:
         """What this process is doing, as its signs of life say it."""
         return self._self.beat().doing
 
+    def is_amid_a_window(self) -> bool:
+        """Whether gradients of this process are on their way, or should be."""
+        return any(who.is_amid() for who in list(self._self.doing))
+
     def take_longest_gap(self) -> float:
         """For how long, at most, this process has given no sign of life since this was last asked."""
         shared = self._self
@@ -161,7 +183,7 @@ class Pulse:
     def end_with(self, words: Words, seconds: float) -> None:
         """Leave words behind, because this process ends now; those of a process that ended before stay."""
         shared = self._self
-        shared.ended = True
+        shared.ended, shared.how = True, words.text if words.ended else f"raised {words.type}: {words.text}"
 
         def post(store: Any) -> None:
             store.compare_set(shared.key("final"), "", words.to_json())

@@ -72,7 +72,7 @@ def disagreement(board: Board, key: str, mine: Stamp, updates_itself: bool, seco
     of updates of ranks that are given their weights by others.
     """
     told = board.gather(key, json.dumps([asdict(mine), updates_itself]), seconds)
-    facts = {rank: _read_fact(rank, text) for rank, text in told.items()}
+    facts = {rank: _read_fact(rank, text) for rank, text in board.by_global(told).items()}
     stamps = {rank: stamp for rank, (stamp, _) in facts.items()}
     updates = {stamp["updates"] for stamp, updates_itself in facts.values() if updates_itself}
     others = {json.dumps({**stamp, "updates": 0}) for stamp in stamps.values()}

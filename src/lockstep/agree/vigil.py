@@ -184,7 +184,7 @@ class Vigil:
             f"The store is silent: it has not answered rank {self._me} for {self._store_silent:.0f} s, which "
             f"waits in {self._place}. So {host} is stopped, frozen or gone, or this rank is cut off.{state}\n"
             f"Last seen:\n{self._table()}",
-            hosts,
+            list(map(self._watch.shown, hosts)),
         )
 
     def _table(self) -> str:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,12 +22,14 @@ from lockstep import settings
 from lockstep.agree import last_words
 from lockstep.agree.beat import Words, read_words, words_of
 from lockstep.agree.board import Board
+from lockstep.agree.leaving import abandon_groups
 from lockstep.agree.pulse import Pulse
 from lockstep.agree.vigil import Vigil
 from lockstep.errors import Disagreement, LockstepError, PeerFailed, PeerLate, PeerLost, rank_table
 
 logger = logging.getLogger("lockstep")
 
+T = TypeVar("T")
 _SLICE = timedelta(seconds=1)
 # After a connection breaks, how long to look for the failing peer's own words, and then for the one that is gone.
 _LAST_WORDS_SECONDS = 1.0
@@ -67,6 +69,7 @@ class Watch:
         self.verdict: LockstepError | None = None  # of the watchdog, for the next who asks
         # What this rank is doing, in words for others; set by the step that this watch waits for.
         self.progress: Callable[[], str] | None = None
+        self.is_in_window: Callable[[], bool] | None = None
         if board is not None:
             me = weakref.ref(self)
             board.on_slice = lambda: None if (watch := me()) is None else watch.require_peers()
@@ -100,9 +103,17 @@ class Watch:
         """A rank of the group as messages and errors name it: by its global number, as the launcher does."""
         return rank if self.board is None else self.board.members[rank]
 
+    def by_global(self, values: Mapping[int, T]) -> dict[int, T]:
+        """Values of ranks of the group, as messages and errors name them."""
+        return dict(values) if self.board is None else self.board.by_global(values)
+
     def doing(self) -> str:
         """What this rank is doing, for its signs of life."""
         return self.progress() if self.progress is not None else ""
+
+    def is_amid(self) -> bool:
+        """Whether a window of this rank is open."""
+        return self.is_in_window is not None and self.is_in_window()
 
     # ---------------------------------------------------------------- waiting
 
@@ -205,7 +216,7 @@ class Watch:
                 continue
             missed[rank] = missed.get(rank, 0) + 1
             if missed[rank] > 2:
-                values = {rank: subject, self.rank: f"waits in {moment()}"}
+                values = self.by_global({rank: subject, self.rank: f"waits in {moment()}"})
                 error = Disagreement(
                     f"Ranks do different things at the same time:\n{rank_table(values)}\n"
                     "Fix: do it on all ranks, before the same step.",
@@ -243,6 +254,11 @@ class Watch:
                 vigil.look()
                 if meeting is None:
                     self._look_for_meetings(missed, moment)
+        except BaseException as error:
+            last_words.notice(error)
+            if self.pulse is not None:
+                abandon_groups()  # what was waited for may never come
+            raise
         finally:
             if vigil is not None:
                 vigil.close()
@@ -251,6 +267,7 @@ class Watch:
 
     def post_failure(self, error: BaseException) -> None:
         """Leave this rank's first error on the board, for peers that will otherwise only see a silence."""
+        last_words.notice(error)
         if self.board is None:
             return
         self._has_posted_failure = True
@@ -263,11 +280,13 @@ class Watch:
         """Forget an error that was handled, so that it is not quoted for a later one."""
         self._has_posted_failure = False
         self.verdict = None
+        last_words.forget()
         if self.board is not None:
             self.board.forget("failure")
 
     def forget_handled_failure(self) -> None:
         """A later window has ended well: an error of this rank that stands on the board was handled."""
+        last_words.forget()
         if self._has_posted_failure:
             try:
                 self.clear_failure()
@@ -287,7 +306,7 @@ class Watch:
         final = self.pulse.final if self.pulse is not None else None
         if final is None or final.ended or final.rank not in self.others:
             return None
-        return Words(self.board.members.index(final.rank), final.type, final.text)
+        return Words(self.board.members.index(final.rank), final.type, final.text, ranks=final.ranks)
 
     def raise_failed_peer(self, moment: Callable[[], str]) -> None:
         """Raise if a peer has said that it failed, with its words."""
@@ -301,11 +320,28 @@ class Watch:
                 f"{words.text}\n(Rank {self.shown(words.rank)} has said so; rank {self.shown(self.rank)} stops too.)",
                 words.ranks,
             )
+        origin = words.ranks[0] if words.ranks else self.shown(self.rank)
+        if words.type in ("PeerFailed", "PeerLost") and origin not in (self.shown(self.rank), self.shown(words.rank)):
+            raise self._lost_too(words, origin, moment)
         raise PeerFailed(
             f"Rank {self.shown(words.rank)} failed while rank {self.shown(self.rank)} waited for it in {moment()}. It "
             f"said:\n{words.type}: {words.text}",
             self.shown(words.rank),
         )
+
+    def _lost_too(self, words: Words, origin: int, moment: Callable[[], str]) -> PeerFailed:
+        """The error for a peer that another one has lost too: that other one is not the cause."""
+        assert self.board is not None
+        if words.type == PeerLost.__name__ and origin in self.others:
+            rank = self.board.members.index(origin)
+            reason = self.why_gone(rank)
+            if reason is not None:
+                return self._lost(rank, moment(), reason)
+        text = f"{words.text}\n(Rank {self.shown(words.rank)} has said so; rank {self.shown(self.rank)} stops too.)"
+        if words.type != PeerLost.__name__:
+            return PeerFailed(text, origin)
+        process = self.pulse.process_of(origin) if self.pulse is not None else None
+        return PeerLost(text, origin, host=process.host if process else "", pid=process.pid if process else None)
 
     def require_wanted(self, moment: Callable[[], str]) -> None:
         """At the end of a window: raise if the others have given this rank up, in case it has taken long.
@@ -353,7 +389,9 @@ class Watch:
         if final is not None and final.ended and final.rank == member:
             return Gone(final.text, ended=True)
         if beat is not None and beat.ended:
-            return Gone(f"ended its program {beat.doing}", ended=True)
+            return Gone(beat.how or f"ended its program {beat.doing}.", ended=True)
+        if beat is not None and self.name in beat.left:
+            return Gone(f"has destroyed its process group {beat.doing}.", ended=True)
         process = self.pulse.process_of(member)
         if process is not None and process.is_dead:
             seen = f" It was last seen {beat.words}." if beat is not None else ""
@@ -375,14 +413,16 @@ class Watch:
 
     def lost(self, rank: int, place: str, reason: Gone) -> PeerLost:
         """The error for a peer that is gone; one that has spoken is quoted instead."""
-        assert self.board is not None
         self.raise_failed_peer(lambda: place)
+        return self._lost(rank, place, reason)
+
+    def _lost(self, rank: int, place: str, reason: Gone) -> PeerLost:
+        assert self.board is not None
         process = self.pulse.process_of(self.board.members[rank]) if self.pulse is not None else None
         number = self.shown(rank)
         who = f"Rank {number} ({process})" if process is not None else f"Rank {number}"
-        fix = "\nFix: give all ranks as many batches, or wrap the loop in model.join()." if reason.ended else ""
         return PeerLost(
-            f"{who} is gone, and rank {self.shown(self.rank)} waited for it in {place}. It {reason.text}{fix}",
+            f"{who} is gone, and rank {self.shown(self.rank)} waited for it in {place}. It {reason.text}",
             number,
             host=process.host if process is not None else "",
             pid=process.pid if process is not None else None,

@@ -119,6 +119,8 @@ def collect(
     for name, part in (("scheduler", scheduler), ("scaler", scaler), ("data", data)):
         if part is not None:
             result.shared[name] = encode(part.state_dict(), name, of_rank_zero)
+    for name, given in (("extra", extra), ("per_rank", per_rank)):
+        require_mapping(name, given)
     result.shared["extra"] = {
         key: encode(state_of_object(value), f"extra/{key}", of_rank_zero) for key, value in (extra or {}).items()
     }
@@ -173,3 +175,13 @@ def state_of_object(value: Any) -> Any:
     if isinstance(value, torch.Generator):
         return value.get_state()
     return value.state_dict() if callable(getattr(value, "state_dict", None)) else value
+
+
+def require_mapping(name: str, given: Any) -> None:
+    """Raise unless ``extra=`` or ``per_rank=`` is a dict with strings as keys."""
+    fix = f'give a dict of names, as in {name}={{"loader": loader}}'
+    if given is not None and not isinstance(given, Mapping):
+        raise TypeError(f"{name} is {given!r:.200}, of type {type(given).__name__}; {fix}")
+    wrong = [key for key in given or () if not isinstance(key, str)]
+    if wrong:
+        raise TypeError(f"{name} has the key {wrong[0]!r:.200}, of type {type(wrong[0]).__name__}; {fix}")

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint import folder as folders
+from lockstep.checkpoint.collect import require_mapping
 from lockstep.checkpoint.hook_state import wrapper_of
 from lockstep.checkpoint.manifest import MANIFEST
 from lockstep.checkpoint.ranks import Ranks, ranks_of
@@ -71,6 +72,8 @@ def load(
     """
     if optimizer is not None and model is None:
         raise ValueError("an optimizer is loaded by the names of the model's parameters; give the model too")
+    for name, given in (("extra", extra), ("per_rank", per_rank)):
+        require_mapping(name, given)
     wait()
     ranks = ranks_of(process_group)
     targets = Targets(model, optimizer, scheduler, scaler, data, extra or {}, per_rank or {}, strict)
@@ -185,6 +188,7 @@ def _prepare(directory: Path, targets: Targets, ranks: Ranks) -> Restoration:
     word = "" if failure is None else f"{type(failure).__name__}: {failure}"
     file = str(getattr(failure, "file", "") or "")
     words = {r: json.loads(w) for r, w in ranks.gather("verified", json.dumps([word, file])).items()}
+    words = {ranks.shown(rank): word for rank, word in words.items()}
     told = {rank: text for rank, (text, _) in words.items() if text}
     if not told:
         assert restoration is not None
@@ -211,7 +215,7 @@ def _apply(restoration: Restoration, ranks: Ranks) -> Restored:
     except Exception as error:
         failure = error
     told = ranks.gather("applied", "" if failure is None else f"{type(failure).__name__}: {failure}")
-    failed = {rank: text for rank, text in told.items() if text}
+    failed = {ranks.shown(rank): text for rank, text in told.items() if text}
     if failure is not None:
         raise failure
     if failed:

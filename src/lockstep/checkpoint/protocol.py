@@ -99,7 +99,7 @@ class Save:
                 return self._lead()
         except OSError as error:  # the folder cannot be made or locked
             self._ranks.tell(self._key("begin"), "{}")
-            raise self._failed(_words(0, error), 0) from error
+            raise self._failed(_words(0, self._ranks.shown(0), error), 0) from error
         except LockstepError:
             raise
         except RuntimeError as error:
@@ -120,7 +120,7 @@ class Save:
                 return None
             report = {"files": self._write_files(place)}
         except Exception as error:
-            report = {"error": [_words(rank, error)]}
+            report = {"error": [_words(rank, self._ranks.shown(rank), error)]}
         assert self._snapshot is not None or "error" in report
         report["step"] = [] if self._snapshot is None else [self._snapshot.step]
         self._ranks.tell(self._key(f"report/{rank}"), json.dumps(report))
@@ -187,12 +187,12 @@ class Save:
             self._write_and_report(place)
             if place is None:
                 assert self._failure is not None
-                raise _Refused(_words(0, self._failure), 0)
+                raise _Refused(_words(0, self._ranks.shown(0), self._failure), 0)
             path = self._commit(place, self._reports())
         except Exception as error:
             if place is None or not self._counts(place):
                 self._clear(place)
-                refused = error if isinstance(error, _Refused) else _Refused(_words(0, error), 0)
+                refused = error if isinstance(error, _Refused) else _Refused(_words(0, self._ranks.shown(0), error), 0)
                 raise self._failed(str(refused), refused.rank) from self._failure or error
             path = self._folder / place.name
             logger.warning("The checkpoint %s counts, but after it was complete: %s", path, error)
@@ -257,8 +257,8 @@ class Save:
         """Make a checkpoint of what all ranks have written."""
         errors = {rank: report["error"][0] for rank, report in reports.items() if "error" in report}
         if errors:
-            raise _Refused("\n".join(errors[rank] for rank in sorted(errors)), min(errors))
-        steps = {rank: f"step {report['step'][0]}" for rank, report in reports.items()}
+            raise _Refused("\n".join(errors[rank] for rank in sorted(errors)), self._ranks.shown(min(errors)))
+        steps = {self._ranks.shown(rank): f"step {report['step'][0]}" for rank, report in reports.items()}
         if len(set(steps.values())) > 1:
             raise _Refused(f"Ranks save different steps:\n{rank_table(steps)}", None)
         assert self._snapshot is not None
@@ -347,8 +347,8 @@ class _Refused(Exception):
         self.rank = rank
 
 
-def _words(rank: int, error: BaseException) -> str:
-    text = f"Rank {rank}: {type(error).__name__}: {error}"
+def _words(rank: int, shown: int, error: BaseException) -> str:
+    text = f"Rank {shown}: {type(error).__name__}: {error}"
     if rank and isinstance(error, FileNotFoundError):
         text += " (rank 0 made this directory; the folder must be on a file system that all ranks share)"
     return text

@@ -49,6 +49,10 @@ class Ranks:
         if self.world > 1:
             self.tell(f"process/{self.rank}", card())
 
+    def shown(self, rank: int) -> int:
+        """A rank as messages and errors name it: by its global number."""
+        return self._board.members[rank]
+
     def next_number(self, kind: str) -> int:
         """Count what all ranks do in the same order, so that it has the same name on all of them."""
         with self._numbers_lock:
@@ -79,9 +83,10 @@ class Ranks:
             if sign != last_sign:
                 last_sign, deadline = sign, monotonic() + self._patience
             if monotonic() > deadline:
+                late = list(map(self.shown, late))
                 raise PeerLate(
-                    f"Rank {self.rank} heard nothing from rank(s) {late} for {self._patience:g} s, waiting for {what}. "
-                    "They were killed, or they do not take part: call it on all ranks.",
+                    f"Rank {self.shown(self.rank)} heard nothing from rank(s) {late} for {self._patience:g} s, waiting "
+                    f"for {what}. They were killed, or they do not take part: call it on all ranks.",
                     late,
                 )
         return {key: self.hear(key) or "" for key in keys}
@@ -91,9 +96,10 @@ class Ranks:
         for rank in ranks:
             process = owner_of(self.hear(f"process/{rank}")) if rank != self.rank else None
             if process is not None and process.is_dead:
+                me = self.shown(self.rank)
                 raise PeerLost(
-                    f"Rank {rank} ({process}) has ended while rank {self.rank} waited for {what}.",
-                    rank,
+                    f"Rank {self.shown(rank)} ({process}) has ended while rank {me} waited for {what}.",
+                    self.shown(rank),
                     host=process.host,
                     pid=process.pid,
                 )

@@ -31,7 +31,7 @@ from lockstep.launch.hosts import run_on_hosts
 from lockstep.launch.spawn import CannotStart, Program
 from lockstep.launch.store import PortTaken
 from lockstep.launch.supervise import Job, supervise
-from lockstep.testing.faults import BadFault, read_faults
+from lockstep.testing.faults import BadFault, read_faults, require_rank
 
 __all__ = ["BadUse", "build_parser", "launch", "pick_backend", "prepare", "rank_environment"]
 
@@ -174,7 +174,7 @@ def prepare(words: Sequence[str]) -> argparse.Namespace:
     max_hosts = _max_hosts(args.nnodes)
     _check_numbers(args)
     _check_texts(args)
-    _check_faults(args)
+    _check_faults(args, max_hosts)
     if not args.no_install:
         _check_can_install(args)
     _check_program(args)
@@ -266,10 +266,12 @@ def _read_pairs(text: str) -> None:
             raise ValueError(f"{pair!r} is not key=value")
 
 
-def _check_faults(args: argparse.Namespace) -> None:
+def _check_faults(args: argparse.Namespace, max_hosts: int) -> None:
     for source, text in (*(("--inject", text) for text in args.inject), (settings.INJECT.name, settings.inject())):
         try:
-            read_faults(text)
+            for fault in read_faults(text):
+                if max_hosts == 1:
+                    require_rank(fault, int(args.nproc_per_node))
         except BadFault as error:
             raise BadUse(f"{source} is {text!r}: {error}")
     if args.inject and args.no_python:

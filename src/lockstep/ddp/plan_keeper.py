@@ -105,6 +105,7 @@ class PlanKeeper:
         self._is_compared = True
         told = self._peers.watch.gather("plan", self.plan.digest, settings.agreement_timeout())
         if len(set(told.values())) > 1:
+            told = self._peers.board.by_global(told) if self._peers.board is not None else told
             raise errors.Disagreement(
                 f"Ranks lay their gradients out differently; their plans are:\n{errors.rank_table(told)}\n"
                 "Likely cause: another model or another bucket size on some ranks, with init_sync=False.\n"
@@ -169,6 +170,7 @@ class PlanKeeper:
             key = f"unfrozen, window {self._step.num_windows}, reset {self._step.num_resets}"
             told = self._peers.watch.meet(key, f"a plan with unfrozen parameters: {names}", names, 60.0)
             if len(set(told.values())) > 1:
+                told = self._peers.watch.by_global(told)
                 raise errors.Disagreement(
                     "Ranks unfroze different parameters:\n"
                     + errors.rank_table(told)

@@ -23,6 +23,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep import torch_private
+from lockstep.agree.last_words import notice
 from lockstep.agree.model import wrap_failures_told
 from lockstep.ddp import dispatch, setup
 from lockstep.ddp.comm_hooks import check_comm_hook
@@ -329,8 +330,9 @@ class DistributedDataParallel(TorchNames, _Base):
             DistributedDataParallel._active_ddp_module = torch_private.TorchDDP._active_ddp_module = self
             try:
                 output = self._region(self, *inputs, **kwargs)
-            except BaseException:
+            except BaseException as error:
                 self._parts.precision.restore()  # whoever catches it may save a checkpoint
+                notice(error)
                 raise
             finally:
                 DistributedDataParallel._active_ddp_module = before

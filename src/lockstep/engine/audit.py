@@ -78,7 +78,7 @@ class CollectiveAudit:
             return
         details = json.dumps({"mine": mine + where, "foreign": list(self._foreign)})
         told = self._watch.gather(f"collective {self._number}", details, 60.0)
-        facts = {rank: _read_fact(text) for rank, text in told.items()}
+        facts = {rank: _read_fact(text) for rank, text in self._watch.by_global(told).items()}
         values = {rank: mine for rank, (mine, _) in facts.items()}
         lines = [f"  rank {rank}: {foreign or 'none'}" for rank, (_, foreign) in sorted(facts.items())]
         raise Disagreement(

@@ -33,6 +33,7 @@ class Casts:
             cast = ", ".join(f"{slot.name} to {str(new)[6:]}" for slot, new, old in changed if new != old)
             told = watch.meet(f"cast, {moment}", f"parameters that were cast: {cast}", cast, MEETING_SECONDS)
             if len(set(told.values())) > 1:
+                told = watch.by_global(told)
                 raise errors.Disagreement(
                     "Parameters were cast differently on different ranks:\n"
                     + errors.rank_table(told)

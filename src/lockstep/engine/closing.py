@@ -42,7 +42,7 @@ class Closing:
             self._collect_all(self._remaining(bits))
         self._waited_before = reducer.timeline.waited_seconds
         if any(self._marks) or reducer.finiteness.is_episode:
-            reducer.finiteness.judge(self._marks, reducer.rank, reducer.timeline.step, reducer.buckets)
+            reducer.finiteness.judge(self._marks, reducer.transport, reducer.timeline.step, reducer.buckets)
             if self._step.intake.context_gradients is None:
                 reducer.finiteness.drop(reducer.slots)
 
@@ -67,7 +67,7 @@ class Closing:
         )
         reducer.timeline.record("compare", start, now())
         self._marks = self.union.marks
-        reducer.timeline.stragglers.note(self.union.waits, reducer.rank)
+        reducer.timeline.stragglers.note(self.union.waits, reducer.rank, reducer.transport.watch.shown)
         self.used_counts = self.used_counts if counts is None else counts
         reducer.transport.watch.require_wanted(self._moment)
         return bits
@@ -83,7 +83,9 @@ class Closing:
         if self._step.reducer.world == 1:
             return self._unite_alone(bits, used)
         if bits:
-            raise errors.late_gradient(_names_of(self._step.intake.remainders), rank=self._step.reducer.rank, hook="")
+            raise errors.late_gradient(
+                _names_of(self._step.intake.remainders), rank=self._step.reducer.shown_rank, hook=""
+            )
         return 0
 
     def _unite_alone(self, bits: int, used: list[int] | None) -> int:
@@ -97,7 +99,7 @@ class Closing:
         if self._step.kind is Kind.FOLLOW_UP:
             return (1 << len(reducer.slots)) - 1
         if bits:
-            raise errors.late_gradient(_names_of(self._step.intake.remainders), rank=reducer.rank, hook="")
+            raise errors.late_gradient(_names_of(self._step.intake.remainders), rank=reducer.shown_rank, hook="")
         return 0
 
     def _moment(self) -> Place:
@@ -173,7 +175,7 @@ class Closing:
             bucket.waits_for_end = bucket.got_extra or bucket in buckets
             bucket.was_watched = True
         if buckets and not reducer.exchange.is_linear:
-            raise errors.late_gradient(_names_of(buckets), rank=reducer.rank, hook=reducer.exchange.name)
+            raise errors.late_gradient(_names_of(buckets), rank=reducer.shown_rank, hook=reducer.exchange.name)
         return buckets
 
     def _collect_all(self, remaining: Sequence[LiveBucket]) -> None:

@@ -105,9 +105,9 @@ class HookExchange:
         try:
             future = self.hook(self.state, GradBucket(bucket, flat, is_last=is_last))
         except Exception as error:
-            names = bucket.spec.names
+            names, rank = bucket.spec.names, self._transport.shown_rank
             error.add_note(
-                f"lockstep: raised by the communication hook {self.name} on rank {self._transport.rank} for bucket "
+                f"lockstep: raised by the communication hook {self.name} on rank {rank} for bucket "
                 f"{bucket.index} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})."
             )
             raise

@@ -136,7 +136,7 @@ class Intake:
         gradient = self.gradient_of(slot)
         if gradient is None and slot.is_taken:
             return  # a graph delivered it, and autograd had nothing to add
-        is_last = not step.static.is_on or step.static.fires(slot, step.reducer.rank)
+        is_last = not step.static.is_on or step.static.fires(slot, step.reducer.shown_rank)
         if bucket.has_left:
             if gradient is not None and self.context_gradients is None:
                 self.remainders.add(bucket)
@@ -257,7 +257,9 @@ class Intake:
         if step.before_hand_out is not None or bucket.is_sparse:
             raise errors.LockstepError(errors.COMPILED_AUTOGRAD)
         bucket.left_because = "compiled autograd: its gradients are brought by the graph of the whole backward"
-        is_last = step.kind is Kind.FOLLOW_UP or not step.static.is_on or step.static.fires(slot, step.reducer.rank)
+        is_last = (
+            step.kind is Kind.FOLLOW_UP or not step.static.is_on or step.static.fires(slot, step.reducer.shown_rank)
+        )
         if bucket.has_left:
             self.brought_late[slot] = gradient.detach().clone()
             self.remainders.add(bucket)

@@ -20,7 +20,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from torch import Tensor
 from lockstep.engine.bucket import LiveBucket, Slot
 from lockstep.engine.grads import set_gradient
 from lockstep.errors import NonFinite
+
+if TYPE_CHECKING:
+    from lockstep.engine.transport import Transport
 
 logger = logging.getLogger("lockstep")
 
@@ -126,7 +129,7 @@ class Finiteness:
 
     # ---------------------------------------------------------------- what all ranks do about it
 
-    def judge(self, marks: Sequence[int], rank: int, step: int, buckets: Sequence[LiveBucket]) -> None:
+    def judge(self, marks: Sequence[int], transport: Transport, step: int, buckets: Sequence[LiveBucket]) -> None:
         """After the window's gradients are there: warn, raise or drop them, by what all ranks have told."""
         ranks = [r for r, mark in enumerate(marks) if mark & _SEEN]
         if not ranks or any(mark & _SCALED for mark in marks):
@@ -141,8 +144,9 @@ class Finiteness:
             where = ", ".join(names[:_MOST_NAMES]) + (f", ... ({len(names)})" if len(names) > _MOST_NAMES else "")
             if not where and index < len(buckets):
                 where = f"bucket {index} ({buckets[index].shown_names})"
+            shown = list(map(transport.watch.shown, ranks))
             text = (
-                f"Gradients of rank(s) {ranks} were NaN or Inf in step {step - lag}, in {where}; averaging gives "
+                f"Gradients of rank(s) {shown} were NaN or Inf in step {step - lag}, in {where}; averaging gives "
                 "them to all ranks."
             )
             if self.policy == "raise":
@@ -150,10 +154,10 @@ class Finiteness:
                     f"{text} Nothing was updated.\nFix: look at the inputs and the loss of that rank; lower the "
                     "learning rate or clip gradients; or nonfinite='skip' to leave such steps out. To go on, call "
                     "reset_sync_window() and zero_grad() on all ranks.",
-                    ranks,
+                    shown,
                     names,
                 )
-            if rank in (0, *ranks):
+            if transport.rank in (0, *ranks):
                 more = (
                     "This step is skipped on all ranks, as are others like it."
                     if self.drops

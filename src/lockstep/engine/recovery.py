@@ -73,6 +73,7 @@ def _read_fact(rank: int, text: str) -> tuple[int, int, str]:
 
 def _require_equal(step: SyncStep, facts: Mapping[int, tuple[int, int, str]]) -> None:
     """Raise on all ranks where weights differ and nothing is done about it, or not the same everywhere."""
+    facts = step.reducer.transport.watch.by_global(facts)
     mended = {rank: how or "nothing" for rank, (_, _, how) in facts.items()}
     updates = {rank: str(number) for rank, (_, number, _) in facts.items()}
     if len(set(mended.values())) > 1:

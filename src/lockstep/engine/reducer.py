@@ -51,6 +51,11 @@ class Reducer:
         return self.transport.rank
 
     @property
+    def shown_rank(self) -> int:
+        """This rank as messages name it: by its global number."""
+        return self.transport.shown_rank
+
+    @property
     def world(self) -> int:
         return self.transport.world
 

@@ -110,6 +110,7 @@ class SyncStep:
         me = weakref.ref(self)
         watch = self.reducer.transport.watch
         watch.progress = lambda: "" if (step := me()) is None else step.progress()
+        watch.is_in_window = lambda: (step := me()) is not None and step.state is not State.IDLE
 
     def progress(self) -> str:
         """Where this rank is, in a few words."""
@@ -215,7 +216,7 @@ class SyncStep:
             return
         for slot in unused:
             if slot.dirty and self.static.is_on and slot.parameter.requires_grad:
-                raise errors.graph_changed(slot.place, rank=self.reducer.rank, expected=0)
+                raise errors.graph_changed(slot.place, rank=self.reducer.shown_rank, expected=0)
             self.mark_ready(slot, found_unused=True)
 
     def _is_known_unused(self, slot: Slot) -> bool:
@@ -409,7 +410,7 @@ class SyncStep:
         """The error for parameters whose gradients no reduction has seen."""
         return errors.unfinished_reduction(
             [slot.place for slot in slots],
-            rank=self.reducer.rank,
+            rank=self.reducer.shown_rank,
             num_parameters=len(self.reducer.slots),
             finds_unused=self.finds_unused,
             static_graph=self.static.is_on,

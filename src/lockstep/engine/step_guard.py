@@ -80,7 +80,7 @@ def _stop_unfinished(step: SyncStep, stepped: set[int]) -> None:
     if not any(id(slot.leaf) in stepped and (slot.is_taken or slot.parameter.grad is not None) for slot in slots):
         return
     error = errors.optimizer_before_reduction(
-        [slot.place for slot in step.missing], rank=step.reducer.rank, num_parameters=len(slots)
+        [slot.place for slot in step.missing], rank=step.reducer.shown_rank, num_parameters=len(slots)
     )
     step.reducer.transport.watch.post_failure(error)
     raise error
@@ -97,7 +97,7 @@ def _stop_without_hooks(step: SyncStep, stepped: set[int]) -> None:
         and has_lost_hook(slot)
     ]
     if lost:
-        error = errors.hooks_lost([slot.place for slot in lost], rank=step.reducer.rank)
+        error = errors.hooks_lost([slot.place for slot in lost], rank=step.reducer.shown_rank)
         step.reducer.transport.watch.post_failure(error)
         raise error
 
@@ -109,4 +109,4 @@ def _warn_local(step: SyncStep, stepped: set[int]) -> None:
         if slot.dirty and slot.parameter.grad is not None and id(slot.leaf) in stepped
     ]
     if names:
-        warnings.warn(errors.stepping_on_local_gradients(names, rank=step.reducer.rank), stacklevel=4)
+        warnings.warn(errors.stepping_on_local_gradients(names, rank=step.reducer.shown_rank), stacklevel=4)

@@ -44,6 +44,11 @@ class Transport:
 
     # ---------------------------------------------------------------- facts
 
+    @property
+    def shown_rank(self) -> int:
+        """This rank as messages name it."""
+        return self.watch.shown(self.rank)
+
     def backend(self, device: torch.device) -> str:
         """The backend that serves ``device``; asked anew for a device the model was moved to."""
         name = self._backends.get(device)

@@ -155,7 +155,7 @@ def compare(board: Board, region: str, mine: Facts) -> str:
     board.post(f"{key}/of rank {board.rank}", json.dumps(mine))
     told = board.post_first(key, json.dumps([board.rank, mine]))
     rank, theirs = json.loads(told)
-    table = difference({rank: theirs, board.rank: mine})
+    table = difference(board.by_global({rank: theirs, board.rank: mine}))
     if table and board.count(f"compile/{region}/warnings on rank {board.rank}") == 1:
         logger.warning(
             "Ranks compile different graphs for %s, so each compiles its own: a longer start, and steps that wait for "

@@ -12,6 +12,9 @@ from lockstep.observe.moments import StepMoment
 
 _JOINING = StepMoment.JOINING.value
 _TELL_AFTER_SECONDS = 60.0
+# A rank that has ended does not come any more. One that had been here may have ended well, and the others, which wait
+# no longer, have only not said so yet.
+_ENDED_SECONDS, _ENDED_AFTER_JOINING_SECONDS = 2.0, 30.0
 
 
 class Arrivals:
@@ -24,7 +27,8 @@ class Arrivals:
         self._has_told = False
 
     def look(self, places: Mapping[int, Place], running: Mapping[int, int]) -> Cause | None:
-        """A cause to end the attempt: at once for two that claim the same rank, at the limit for one that is missing.
+        """A cause to end the attempt: at once for two that claim the same rank, soon for one that has ended, at the
+        limit for one that is missing.
 
         ``places`` is by the rank that the launcher gave, ``running`` has the process id of those that have not ended.
         """
@@ -33,11 +37,14 @@ class Arrivals:
             self._waiting_since = None
             return None
         twice = self._claimed_twice(waiting, running)
-        if twice is not None or not self._limit:
+        if twice is not None:
             return twice
         if self._waiting_since is None:
             self._waiting_since, self._has_told = time.monotonic(), False
         waited = time.monotonic() - self._waiting_since
+        ended = self._ended(waiting, places, running, waited)
+        if ended is not None or not self._limit:
+            return ended
         limit = max(self._limit, *(place.patience for place in waiting.values()))
         if waited >= limit:
             return self._missing(waiting, places, running, limit)
@@ -59,6 +66,22 @@ class Arrivals:
                 wrong = [given for given in by if given != claimed]
                 text = f"duplicate rank: {those} both say they are rank {claimed}; is RANK changed in the program?"
                 return Cause(wrong[0] if wrong else claimed, text)
+        return None
+
+    def _ended(
+        self, waiting: Mapping[int, Place], places: Mapping[int, Place], running: Mapping[int, int], waited: float
+    ) -> Cause | None:
+        """Whether ranks wait for one that has ended, with a good status: another status is a failure of its own."""
+        world = max(place.world for place in waiting.values())
+        claimed = {place.rank for given, place in places.items() if given in running}
+        for rank, place in places.items():
+            if rank in running or rank in claimed or rank >= world:
+                continue
+            if waited >= (_ENDED_SECONDS if place.rank < 0 else _ENDED_AFTER_JOINING_SECONDS):
+                ranks = ", ".join(map(str, sorted(waiting)))
+                where = "without ever coming there" if place.rank < 0 else f"last seen in {place}"
+                text = f"rank(s) {ranks} wait in init_process_group for rank {rank}, which has ended, {where}"
+                return Cause(rank, text)
         return None
 
     def _missing(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from lockstep import settings
 from lockstep.launch import processes
 from lockstep.launch.arrivals import Arrivals
 from lockstep.launch.cause import Cause, find_cause, named_peers
@@ -80,6 +81,7 @@ class Attempt:
         self._oom_before: dict[int, dict[str, int]] = {}
         self._started: Started | None = None
         self._stopped_since: dict[int, float] = {}
+        self._num_looks_alone = 0
         self._arrivals = Arrivals(limits.start, say)
 
     def run(self) -> Ended:
@@ -91,7 +93,9 @@ class Attempt:
             if stopped_by:
                 cause = Cause(None, f"stopped by {signal_name(stopped_by)}", exit_code=-stopped_by)
             elif self._is_done:
-                cause = Cause(None, "all ranks ended well", exit_code=0)
+                told = self._told_to_stop()
+                cause = told or Cause(None, "all ranks ended well", exit_code=0)
+                stopped_by = signal.SIGTERM if told else 0
             elif cause is None:
                 self._hear_survivors()
             if not self._is_done:
@@ -113,6 +117,14 @@ class Attempt:
     @property
     def _is_done(self) -> bool:
         return all(facts.ending is Ending.DONE for facts in self._ranks) and bool(self._ranks)
+
+    def _told_to_stop(self) -> Cause | None:
+        """Whether ranks ended well because some of them were told to stop, which this process was not."""
+        told = [facts for facts in self._ranks if settings.stop_mark(self._folder, facts.rank).exists()]
+        if not told:
+            return None
+        who = ", ".join(f"rank {facts.rank} (pid {facts.pid})" for facts in told)
+        return Cause(None, f"{who} got SIGTERM, and all ranks stopped together", exit_code=-signal.SIGTERM)
 
     @property
     def _running(self) -> list[RankFacts]:
@@ -147,7 +159,9 @@ class Attempt:
             self._sleep(_LOOK_SECONDS)
             if time.monotonic() >= next_look:
                 next_look = time.monotonic() + 1.0
-                self._look_for_stopped()
+                alone = self._look_for_stopped()
+                if alone is not None:
+                    return alone
                 places = {facts.rank: self._place(facts) for facts in self._ranks}
                 cause = self._arrivals.look(places, {facts.rank: facts.pid for facts in self._running})
                 if cause is not None:
@@ -189,11 +203,13 @@ class Attempt:
                 self._poll.unregister(handle)
                 os.close(handle)
 
-    def _look_for_stopped(self) -> None:
+    def _look_for_stopped(self) -> Cause | None:
+        """Tell of ranks that are stopped while others run; a cause where all others have ended."""
         stopped = [facts for facts in self._running if processes.is_stopped(facts.pid)]
         if len(stopped) == len(self._running):
             self._stopped_since.clear()  # all of them: someone suspended the job, or the machine
-            return
+            return self._left_alone(stopped)
+        self._num_looks_alone = 0
         for facts in self._running:
             if facts not in stopped:
                 self._stopped_since.pop(facts.rank, None)
@@ -205,6 +221,20 @@ class Attempt:
                     f"rank {facts.rank} (pid {facts.pid}) is stopped, and the others wait for it; "
                     f"kill -CONT {facts.pid} lets it go on"
                 )
+        return None
+
+    def _left_alone(self, stopped: list[RankFacts]) -> Cause | None:
+        """A cause once ranks have been stopped for the deadline of ranks without a sign of life, and all others ended.
+
+        Looks are counted, once a second, since time in which this process stood still does not count.
+        """
+        self._num_looks_alone += 1
+        limit = settings.heartbeat_timeout()
+        if not limit or self._num_looks_alone < limit or len(stopped) == len(self._ranks) or not stopped:
+            return None
+        first = stopped[0]
+        text = f"rank {first.rank} (pid {first.pid}) is stopped (SIGSTOP or a debugger), and all others have ended"
+        return Cause(first.rank, text)
 
     # ---------------------------------------------------------------- end
 

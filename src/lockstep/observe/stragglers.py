@@ -7,7 +7,7 @@ least: what the others waited more than that is its share.  All ranks have the s
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from time import monotonic
 
@@ -27,8 +27,8 @@ class Stragglers:
         self._period: dict[int, float] = {}
         self._since = self._started = monotonic()
 
-    def note(self, waits_us: Sequence[int], rank: int) -> None:
-        """Take what each rank waited in one window."""
+    def note(self, waits_us: Sequence[int], rank: int, shown: Callable[[int], int] = int) -> None:
+        """Take what each rank waited in one window; ``shown`` makes global numbers of ranks of the group."""
         if len(waits_us) < 2:
             return
         last = min(range(len(waits_us)), key=waits_us.__getitem__)
@@ -36,8 +36,9 @@ class Stragglers:
         lost = (median(others) - waits_us[last]) / 1e6
         if lost < _LEAST_SECONDS:
             return
-        self.seconds[last] = self.seconds.get(last, 0.0) + lost
-        self._period[last] = self._period.get(last, 0.0) + lost
+        late = shown(last)
+        self.seconds[late] = self.seconds.get(late, 0.0) + lost
+        self._period[late] = self._period.get(late, 0.0) + lost
         self._log(rank)
 
     def _log(self, rank: int) -> None:

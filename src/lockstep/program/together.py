@@ -42,7 +42,7 @@ class Together:
                 continue
             key, subject = f"train step {serial}", "runs the first step of a lockstep.TrainStep"
             told = watch.meet(key, subject, json.dumps([facts, reasons]), settings.agreement_timeout())
-            everyones = {rank: json.loads(text) for rank, text in told.items()}
+            everyones = {rank: json.loads(text) for rank, text in watch.by_global(told).items()}
             for name in facts:
                 values = {rank: str(theirs.get(name)) for rank, (theirs, _) in everyones.items()}
                 if len(set(values.values())) > 1:
@@ -84,7 +84,7 @@ class Together:
     def _judge(step: Any, marks: list[int]) -> None:
         reducer = step.reducer
         if any(marks) or reducer.finiteness.is_episode:
-            reducer.finiteness.judge(marks, reducer.rank, step.num_windows, reducer.buckets)
+            reducer.finiteness.judge(marks, reducer.transport, step.num_windows, reducer.buckets)
 
     @contextmanager
     def compared(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from lockstep import torch_private
+from lockstep.agree.last_words import notice
 from lockstep.engine.nonfinite import Policy
 from lockstep.engine.recovery import MADE_EQUAL
 from lockstep.observe.metrics import metrics_of
@@ -302,6 +303,8 @@ def _failure_noted(unit: Unit) -> Iterator[None]:
     except BaseException as error:
         if "mixed torch.Tensor and DTensor" in str(error) and unit.parent is None:
             error.add_note(_read_while_sharded(unit))
+        if unit.parent is None:
+            notice(error)
         if unit.root is not None and unit.root.running is not None and not torch_private.in_backward():
             unit.root.fail_forward()
         raise

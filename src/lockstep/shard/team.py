@@ -138,6 +138,7 @@ class Team:
             return
         told = self.watch.gather("plan of shards", f"{plan.digest}\n{plan}", agreement_timeout())
         if len({text.split("\n")[0] for text in told.values()}) > 1:
+            told = self.watch.by_global(told)
             shown = {rank: text.split("\n")[1] for rank, text in told.items()}
             raise errors.Disagreement(
                 f"Ranks shard different models, or the same one differently:\n{errors.rank_table(shown)}\n"

@@ -57,6 +57,12 @@ def read_faults(text: str) -> list[StepFault]:
     return [_read(part.strip()) for part in text.split(";") if part.strip()]
 
 
+def require_rank(fault: StepFault, world: int) -> None:
+    """Raise :class:`BadFault` if there is no such rank: the fault would never happen."""
+    if fault.rank is not None and fault.rank >= world:
+        raise BadFault(f"rank is {fault.rank}, and there are {world} ranks, 0 to {world - 1}")
+
+
 def inject_from_environment() -> None:
     """Let the faults of LOCKSTEP_INJECT happen in this process."""
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

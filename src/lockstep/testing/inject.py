@@ -22,6 +22,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from lockstep.checkpoint.moments import Moment, listeners
 from lockstep.observe import moments
 from lockstep.observe.moments import Reached, StepMoment
@@ -134,8 +136,10 @@ class Injection:
 
     def come(self, place: object) -> None:
         """A moment has come that this fault is for."""
-        if self._rank is not None and self._rank != int(os.environ.get("RANK", "0")):
-            return
+        if self._rank is not None:
+            _require_rank(self._rank)
+            if self._rank != _this_rank():
+                return
         self.num_seen += 1
         if self.num_seen == self._number or (self._again and self.num_seen > self._number):
             self.fired = Fired.FIRED
@@ -162,6 +166,7 @@ def fault(
         bucket: the bucket, for moments that have one; None for any.
         num_steps: let it happen at every such moment of this many steps; 0 is once.
     """
+    _require_rank(rank)
     injection = Injection(action, number, rank, again=num_steps > 0)
     if isinstance(moment, StepMoment):
         with _during(moments.listeners, _of_step(injection, moment, step, bucket, num_steps)):
@@ -171,6 +176,30 @@ def fault(
             raise ValueError(f"step, bucket and num_steps are for moments of a step; moment is {moment!r}")
         with _during(listeners, _of_checkpoint(injection, moment)):
             yield injection
+
+
+def _require_rank(rank: int | None) -> None:
+    """Raise if there is no such rank, as far as the number of ranks is known: a fault on it would never happen."""
+    if rank is None:
+        return
+    world = _world()
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
+        raise ValueError(f"rank is {rank!r}; give a whole number from 0, or None for all ranks")
+    if world is not None and rank >= world:
+        raise ValueError(f"rank is {rank}, and there are {world} ranks, 0 to {world - 1}: it would never happen")
+
+
+def _world() -> int | None:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    text = os.environ.get("WORLD_SIZE", "")
+    return int(text) if text.isdigit() else None
+
+
+def _this_rank() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))
 
 
 @contextlib.contextmanager

@@ -69,7 +69,9 @@ _NAMES_BY_PART = {
         "has_host_groups",
         "host_all_gather",
         "host_group",
+        "living_groups",
         "rank_not_in_group",
+        "registered_groups",
         "watch_collectives",
     ),
     "ddp": (

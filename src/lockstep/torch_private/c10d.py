@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.distributed_c10d import (
     _get_default_group,
     _get_default_store,
     _rank_not_in_group,
+    _world,
 )
 
 __all__ = [
@@ -24,7 +26,9 @@ __all__ = [
     "has_host_groups",
     "host_all_gather",
     "host_group",
+    "living_groups",
     "rank_not_in_group",
+    "registered_groups",
     "watch_collectives",
 ]
 
@@ -78,7 +82,26 @@ def group_timeout(process_group: Any) -> Any:
 
 def host_group(store: Any, prefix: str, rank: int, world: int, timeout: Any) -> Any:
     """A gloo group that is known to nobody else; ``new_group`` would register it, and needs all ranks of the world."""
-    return dist.ProcessGroupGloo(dist.PrefixStore(prefix, store), rank, world, timeout)  # type: ignore[attr-defined]
+    group = dist.ProcessGroupGloo(dist.PrefixStore(prefix, store), rank, world, timeout)  # type: ignore[attr-defined]
+    _host_groups.add(group)
+    return group
+
+
+_host_groups: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def registered_groups() -> Container[Any]:
+    """The groups that torch knows, as a view that changes with them: a group that was destroyed is not in it any more.
+
+    torch has no question whether a group was destroyed.
+    """
+    groups: Container[Any] = _world.pg_map
+    return groups
+
+
+def living_groups() -> list[Any]:
+    """All groups of this process: those that torch knows, and those of ``host_group``."""
+    return [*_world.pg_map, *_host_groups]
 
 
 def host_all_gather(group: Any, numbers: torch.Tensor, everyones: torch.Tensor) -> Any:

@@ -7,20 +7,19 @@ something else than our waiting.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import threading
-from datetime import timedelta
-from time import monotonic
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lockstep import torch_private
-from lockstep.errors import PeerFailed
-
-_SLICE = timedelta(seconds=1)
+from lockstep import settings, torch_private
+from lockstep.agree.board import open_board
+from lockstep.agree.watch import Watch
 
 
 class Stopping:
@@ -30,6 +29,7 @@ class Stopping:
         self._asked = threading.Event()
         self._handles_signal = False
         self._group: Any = None
+        self._watch: Watch | None = None
         self._world_group: Any = None
         self._under_way: tuple[Any, torch.Tensor] | None = None
         self._is_stopping = False
@@ -41,11 +41,15 @@ class Stopping:
             return True
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             self._is_stopping = self._asked.is_set()
+            if self._is_stopping:
+                _tell_launcher()
             return self._is_stopping
         self._follow_world()
         told = self._collect()
         if told:
             self._is_stopping = True
+            if self._asked.is_set():
+                _tell_launcher()
             return True
         flag = torch.tensor([int(self._asked.is_set())], dtype=torch.int32)
         self._under_way = (dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True), flag)
@@ -73,23 +77,25 @@ class Stopping:
         if self._world_group is not world:
             self._world_group, self._under_way = world, None
             self._group = dist.new_group(backend="gloo")
+            seconds = torch_private.group_timeout(self._group).total_seconds()
+            self._watch = Watch(open_board(world, "stopping"), dist.get_rank(), group_seconds=seconds)
 
     def _collect(self) -> bool:
         if self._under_way is None:
             return False
         work, flag = self._under_way
         self._under_way = None
-        deadline = monotonic() + torch_private.group_timeout(self._group).total_seconds()
-        while True:
-            try:
-                work.wait(_SLICE)
-                return bool(flag.item())
-            except RuntimeError as error:
-                if work.is_completed() or monotonic() > deadline:
-                    raise PeerFailed(
-                        f"Rank {dist.get_rank()} lost a peer in lockstep.stopping(): {error}\n"
-                        "It must be called on all ranks, equally often."
-                    ) from error
+        assert self._watch is not None
+        self._watch.wait_work(work, lambda: "lockstep.stopping(), which all ranks call equally often")
+        return bool(flag.item())
+
+
+def _tell_launcher() -> None:
+    """Leave word for the launcher: the end that comes is not the one that the program was to come to."""
+    folder = settings.run_folder()
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            settings.stop_mark(folder, int(os.environ["RANK"])).touch()
 
 
 _stopping = Stopping()
@@ -99,6 +105,7 @@ def stopping() -> bool:
     """Tell whether the job is being stopped (SIGTERM), with the same answer on all ranks; call it once per step.
 
     The first call takes the signal, which from then on asks for an end instead of making one.  True comes one call
-    after a rank was told, at the same call on every rank: save a checkpoint then, and leave the loop.
+    after a rank was told, at the same call on every rank: save a checkpoint then, and leave the loop.  The launcher's
+    status is 143 then, also where only one rank was told.
     """
     return _stopping.ask()
