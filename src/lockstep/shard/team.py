@@ -24,6 +24,7 @@ from lockstep.shard.layout import ShardPlan, flat_layouts
 from lockstep.shard.memory import ShardMemory
 from lockstep.shard.mesh import Links, whole_group
 from lockstep.shard.unit import Unit
+from lockstep.shard.updates import Tally
 
 if TYPE_CHECKING:
     from lockstep.shard.root import Root
@@ -59,6 +60,10 @@ class Team:
             finds_unused=True,
         )
         self.step.after_pass = self._after_pass_of(me)
+        self._tally = Tally(self.step)
+        self._tally.mark(self._leaves)
+        for unit in units:
+            unit.step = weakref.ref(self.step)
         self.hooks = HookFeeder(self.step)
         self.had_unused = False
         step_guard.watch(self.step)
@@ -107,6 +112,10 @@ class Team:
                 buckets.append(Bucket(len(buckets), specs))
         return Plan(tuple(buckets), BucketCaps(), "units"), slots, loads
 
+    @property
+    def _leaves(self) -> list[Any]:
+        return [parameter.sharded for unit in self.units for parameter in unit.parameters]
+
     def plan_anew(self) -> None:
         """Take up parameters that were frozen, unfrozen, replaced or cast, between windows."""
         self.hooks.detach()
@@ -114,6 +123,7 @@ class Team:
         plan, slots, loads = self._plan()
         self.slots = {slot.name: slot for slot in slots}
         self.memory.use(loads, self.slots)
+        self._tally.mark(self._leaves)
         self.step.reducer.use_plan(plan, slots)
         self.exchange.loads = list(loads)
         self.step.rebuild()
