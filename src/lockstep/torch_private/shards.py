@@ -28,8 +28,18 @@ spec_of: Callable[[Any], Any] = attrgetter("_spec")
 
 
 def dtensor_around(local: torch.Tensor, spec: Any) -> torch.Tensor:
-    """A DTensor around ``local``; the public ``from_local`` is ten times as slow, for every gradient of every step."""
-    return _dtensor_class()(local, spec, requires_grad=False)  # type: ignore[no-any-return]
+    """A DTensor around ``local``; the public ``from_local`` is ten times as slow, for every gradient of every step.
+
+    It is complete when it is made: initialising it does nothing but tell compilers, and takes twice as long.
+    """
+    kind, make = _dtensor_maker()
+    return make(kind, local, spec, requires_grad=False)  # type: ignore[no-any-return]
+
+
+@cache
+def _dtensor_maker() -> tuple[Any, Callable[..., Any]]:
+    kind = _dtensor_class()
+    return kind, kind.__new__
 
 
 @cache
