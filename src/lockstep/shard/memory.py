@@ -196,7 +196,7 @@ class ShardMemory:
             is_same = flat.dtype is own.dtype and flat.device == own.device
             with torch.no_grad():
                 for slot in bucket.slots:
-                    if slot.parameter.requires_grad and (is_used is None or is_used(slot)):
+                    if is_used is None or is_used(slot):  # frozen by now or not
                         self._give(slot, flat, None if is_same else own)
         for slot in bucket.slots:
             slot.dirty = False
