@@ -171,15 +171,7 @@ def _one_case(
     else:
         try:
             with link_between_two_hosts(rate) as link:
-                answers = run_in_turns(
-                    job,
-                    options,
-                    SUBJECTS,
-                    time_limit=1200,
-                    prefixes=link.prefixes,
-                    master_address=link.addresses[0],
-                    environments=[{"GLOO_SOCKET_IFNAME": interface} for interface in link.interfaces],
-                )
+                answers = run_in_turns(job, options, SUBJECTS, time_limit=1200, **link.where)
         except LinkNotAllowed as reason:
             print(f"{name} skipped: {reason}")
             return {"skipped": str(reason)}

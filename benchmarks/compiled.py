@@ -114,10 +114,8 @@ def compiled_link(quick: bool) -> dict[str, Any]:
                     "num_rounds": 5 if quick else 21,
                     "steps_per_block": 2,
                 },
-                prefixes=link.prefixes,
-                master_address=link.addresses[0],
-                environments=[{"GLOO_SOCKET_IFNAME": interface} for interface in link.interfaces],
                 time_limit=900,
+                **link.where,
             )[0]
     except LinkNotAllowed as reason:
         print(f"compiled_link skipped: {reason}")

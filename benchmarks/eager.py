@@ -143,13 +143,8 @@ def eager_link(quick: bool) -> dict[str, Any]:
     results: dict[str, Any] = {"rate": rate}
     try:
         with link_between_two_hosts(rate) as link:
-            where = {
-                "prefixes": link.prefixes,
-                "master_address": link.addresses[0],
-                "environments": [{"GLOO_SOCKET_IFNAME": interface} for interface in link.interfaces],
-            }
             for workload in ("gpt5m", "cnn_small"):
-                results[workload] = _grid_then_duel(workload, quick, **where)
+                results[workload] = _grid_then_duel(workload, quick, **link.where)
                 _show(f"eager_link, {workload}, 2 hosts behind {rate}", results[workload])
     except LinkNotAllowed as reason:
         print(f"eager_link skipped: {reason}")

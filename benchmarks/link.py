@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 
 class LinkNotAllowed(RuntimeError):
@@ -20,6 +21,15 @@ class Link:
     """Per host, the command to put in front of what shall run there."""
     addresses: list[str]
     interfaces: list[str]
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """What ``run_ranks`` needs to put a rank on each host."""
+        return {
+            "prefixes": self.prefixes,
+            "master_address": self.addresses[0],
+            "environments": [{"GLOO_SOCKET_IFNAME": interface} for interface in self.interfaces],
+        }
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from import_time import import_time
 from memory import memory
 from per_parameter import hooks_per_parameter, wrap_time
 from ranks import RanksFailed
-from shard import shard_link
+from shard import shard_cold, shard_link
 from stamp import stamp
 from watching import watching
 
@@ -32,6 +32,7 @@ CASES = {
     "compiled_link": compiled_link,
     "compiled_graphs": compiled_graphs,
     "shard_link": shard_link,
+    "shard_cold": shard_cold,
     "memory": memory,
     "hooks_per_parameter": hooks_per_parameter,
     "wrap_time": wrap_time,

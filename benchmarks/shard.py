@@ -1,8 +1,15 @@
-"""Sharded training on two CPU ranks behind a slow link, next to FSDP2: eager, compiled blocks, and one graph."""
+"""Sharded training on two CPU ranks next to FSDP2: steps behind a slow link, and the first step of a compiled model.
+
+A round of ``shard_link`` runs every subject once, in this process group, and a round of ``shard_cold`` starts new
+processes with an empty compiler cache for every subject; ratios are formed within a round, so that other work on the
+machine, which comes and goes, meets all subjects alike.
+"""
 
 from __future__ import annotations
 
+import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 from link import LinkNotAllowed, link_between_two_hosts
@@ -19,6 +26,7 @@ SUBJECTS: dict[str, dict[str, Any]] = {
     "lockstep, one graph": {"subject": "lockstep", "compiled": "model"},
 }
 BASELINE = "FSDP2 eager"
+COLD_BASELINE = "FSDP2, blocks compiled"
 
 
 # In each rank
@@ -76,6 +84,29 @@ def _sharded(module: Any, subject: str, compiled: str | None) -> tuple[Any, Any]
     return torch.compile(module) if compiled == "model" else module, optimizer
 
 
+def measure_first_step(subject: str, compiled: str) -> dict[str, float]:
+    """Seconds of the first step and of the second, the first of which compiles."""
+    import torch
+    import torch.distributed as dist
+
+    from models import WORKLOADS
+
+    what = WORKLOADS[WORKLOAD]
+    torch.manual_seed(100 + dist.get_rank())
+    batch = what.batch()
+    model, optimizer = _sharded(what.build(), subject, compiled)
+
+    def step() -> float:
+        dist.barrier()
+        begin = time.perf_counter()
+        model(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter() - begin
+
+    return {"first": step(), "second": step()}
+
+
 # In the parent
 
 
@@ -86,10 +117,8 @@ def shard_link(quick: bool) -> dict[str, Any]:
             answer = run_ranks(
                 "shard:measure",
                 {"num_rounds": 3 if quick else 15, "steps_per_block": 1 if quick else 2},
-                prefixes=link.prefixes,
-                master_address=link.addresses[0],
-                environments=[{"GLOO_SOCKET_IFNAME": interface} for interface in link.interfaces],
-                time_limit=900,
+                time_limit=1200,
+                **link.where,
             )[0]
     except LinkNotAllowed as reason:
         print(f"shard_link skipped: {reason}")
@@ -110,3 +139,25 @@ def shard_link(quick: bool) -> dict[str, Any]:
     title = f"shard_link, {WORKLOAD} in one unit per block, 2 hosts behind {rate}"
     print_table(title, columns, rows, "median [quartiles] of the ratios within a round; below 1 is faster")
     return {"rate": rate, "best": best, "to_fsdp2_eager": to_eager, "to_fsdp2_best": to_best, "times": times}
+
+
+def _cold(name: str) -> float:
+    with tempfile.TemporaryDirectory(prefix="shard-cold-") as cache:
+        environments = [{"TORCHINDUCTOR_CACHE_DIR": cache}] * 2
+        ranks = run_ranks("shard:measure_first_step", SUBJECTS[name], environments=environments, time_limit=900)
+    return max(float(rank["first"]) for rank in ranks)
+
+
+def shard_cold(quick: bool) -> dict[str, Any]:
+    names = [name for name, options in SUBJECTS.items() if "compiled" in options]
+
+    def runner(name: str) -> Callable[[], float]:
+        return lambda: _cold(name)
+
+    times = interleave({name: runner(name) for name in names}, 1 if quick else 3)
+    to_blocks = summarise(times, COLD_BASELINE)
+    rows = [[name, Spread.of(times[name]).text(1), spread_of(to_blocks[name]["ratio"]).text(2)] for name in names]
+    columns = ["subject", "first step, s", f"ratio to {COLD_BASELINE}"]
+    title = f"shard_cold, {WORKLOAD} in one unit per block, 2 ranks on this machine, empty compiler cache"
+    print_table(title, columns, rows, "median [quartiles] of the runs, ratios within a round")
+    return {"workload": WORKLOAD, "to_fsdp2_blocks": to_blocks, "times": times}

@@ -63,3 +63,20 @@ def test_mark_as_sharded() -> None:
 def test_group_memory() -> None:
     group = private.default_group()
     assert private.group_memory(group, 3, torch.float64, torch.device("cpu")).shape == (3,)
+
+
+def test_dtensor_handlers() -> None:
+    handlers = private.dtensor_handlers()
+    operator = torch.ops.aten._fused_sgd_.default
+    seen = []
+    before = handlers.get(operator)
+    handlers[operator] = lambda *call: seen.append(call[0])
+    try:
+        parameter = torch.nn.Parameter(dtensor())
+        parameter.grad = dtensor()
+        torch.optim.SGD([parameter], lr=0.1, fused=True).step()
+    finally:
+        del handlers[operator]
+        if before is not None:
+            handlers[operator] = before
+    assert seen == [operator]

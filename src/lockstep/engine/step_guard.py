@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lockstep import errors
 from lockstep.engine.bucket import has_lost_hook
@@ -33,6 +33,7 @@ def watch(step: SyncStep) -> None:
     if not _installed:
         _installed = True
         register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -45,8 +46,18 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             before_update(step, lambda: _ids(optimizer))
 
 
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for reference in _steps_of(optimizer):
+        step = reference()
+        if step is not None:
+            step.num_writes += 1
+
+
 def before_update(step: SyncStep, stepped: Callable[[], set[int]]) -> None:
     """Some parameters of a model (``stepped``, by ``id``) are about to be updated: count it, and stop what is wrong."""
+    step.num_writes += 1
     step.reducer.transport.watch.raise_verdict()
     if step.state is not State.IDLE:
         if not step.closing.is_collecting:

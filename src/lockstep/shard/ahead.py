@@ -40,10 +40,10 @@ class GatherOrder:
         self._last: FlatStore | None = None
         self._ahead: dict[FlatStore, Started] = {}
 
-    def take(self, store: FlatStore, start: Start, watch: Watch, moment: Moment) -> Started:
+    def take(self, store: FlatStore, versions: list[int], start: Start, watch: Watch, moment: Moment) -> Started:
         """The gather of ``store``, begun ahead or now; begins the one that will come after it."""
         started = self._ahead.pop(store, None)
-        if started is not None and started.versions != store.versions:
+        if started is not None and started.versions != versions:
             started.flight.land(watch, moment)
             started = None
         self.drop(watch, moment)  # begun for nothing: the order has changed

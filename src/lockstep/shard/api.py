@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from lockstep.shard import optimizer_guard
+from lockstep.shard import local_ops, optimizer_guard
 from lockstep.shard.auto import repeated_blocks
 from lockstep.shard.mesh import ShardMesh, take_mesh
 from lockstep.shard.module import ShardedModule, give_face
@@ -116,6 +116,7 @@ def shard_modules(
     for module in modules:
         give_face(module, unit)
     optimizer_guard.install()
+    local_ops.install()
     return unit
 
 

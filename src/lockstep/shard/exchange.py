@@ -41,6 +41,9 @@ class Load:
         self.is_kept = False  # in this window, since its unit does not synchronise
         self.packs_at_once = layout.packs_at_once and all(p.whole_spec is None for p in parameters)
         self._gaps: dict[torch.dtype, list[Tensor]] = {}
+        # In a world of one, parameter by parameter: chunks would cost the host more than the copies.
+        alone = layout.world == 1 and not layout.has_padding
+        self._places = [cut.shard(0) for cut in layout.cuts] if alone else None
 
     def pack(self, gradients: Sequence[Tensor], flat: Tensor) -> bool:
         """Copy all whole gradients into a buffer of all ranks' shards by one kernel, if that is possible."""
@@ -50,6 +53,9 @@ class Load:
         dtype = gradients[0].dtype
         if kinds != {(Tensor, dtype)}:
             return False
+        if self._places is not None:
+            torch_private.foreach_copy([torch_private.alias(flat, *place) for place in self._places], list(gradients))
+            return True
         parts = list(gradients)
         if any(self.layout.gaps):
             if dtype not in self._gaps:

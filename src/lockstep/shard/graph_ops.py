@@ -92,7 +92,7 @@ def _gather(home: Tensor, key: Tensor, num_elements: int, dtype: torch.dtype, tr
     order = root.orders[torch_private.in_backward()]
     root.orders[not torch_private.in_backward()].end()
     begun = now()
-    started = order.take(store, _start, unit.links.gather.watch, unit.moment)
+    started = order.take(store, unit.versions_of(store), _start, unit.links.gather.watch, unit.moment)
     root.timeline.record("gather", begun, now(), unit.index)
     _flights[started.buffer.data_ptr()] = started.flight
     return started.buffer
@@ -104,7 +104,7 @@ def _start(store: FlatStore) -> Started:
     mine = store.shard().to(device=store.device, dtype=store.dtype, non_blocking=True)
     buffer = mine.new_empty(store.layout.num_elements)
     flight = start_gather(unit.links.gather, unit.gather_comm, buffer, mine, f"gather of {unit.name}")
-    return Started(buffer, flight, store.versions)
+    return Started(buffer, flight, unit.versions_of(store))
 
 
 @torch.library.impl(_library, "gathered", "CompositeExplicitAutograd")

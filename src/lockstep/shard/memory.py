@@ -192,21 +192,23 @@ class ShardMemory:
         if load.is_kept:
             return  # it stays in its buffer for a later window
         if load.partial is None:
+            own = load.parameters[0].local
+            is_same = flat.dtype is own.dtype and flat.device == own.device
             with torch.no_grad():
                 for slot in bucket.slots:
-                    if slot.parameter.requires_grad and (is_used is None or is_used(slot)):
-                        self._give(slot, load, flat)
+                    if is_used is None or is_used(slot):  # frozen by now or not
+                        self._give(slot, flat, None if is_same else own)
         for slot in bucket.slots:
             slot.dirty = False
         bucket.forget_buffer()
 
-    def _give(self, slot: Slot, load: Load, flat: Tensor) -> None:
+    def _give(self, slot: Slot, flat: Tensor, like: Tensor | None) -> None:
+        """Give a shard its gradient, with dtype and device of ``like`` where that has others."""
         parameter, place = self._homes[slot]
         sharded = parameter.sharded
-        local = parameter.local
         value = torch_private.alias(flat, *place)
-        if flat.dtype is not local.dtype or flat.device != local.device:
-            value = value.to(device=local.device, dtype=local.dtype)
+        if like is not None:
+            value = value.to(device=like.device, dtype=like.dtype)
         before = sharded.grad
         if before is None:
             sharded.grad = torch_private.dtensor_around(value, torch_private.spec_of(sharded))

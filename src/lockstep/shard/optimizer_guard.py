@@ -9,6 +9,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.shard.parameter import name_of_origin
+from lockstep.shard.updates import trace_update
 
 _checked: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # optimizers, and how many parameters
 _is_installed = False
@@ -23,7 +24,8 @@ def install() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
+        trace_update(optimizer)
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if _checked.get(optimizer) == len(parameters):

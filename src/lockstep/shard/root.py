@@ -116,6 +116,9 @@ class Root:
                 step.require_finished()
             step.note_forward()
 
+    def plan_anew_in_next_forward(self) -> None:
+        self._requires_grad = []
+
     def plan_anew(self) -> None:
         for team in self.teams:
             team.plan_anew()

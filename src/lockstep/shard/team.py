@@ -23,7 +23,9 @@ from lockstep.shard.exchange import HookExchange, Load, ScatterExchange
 from lockstep.shard.layout import ShardPlan, flat_layouts
 from lockstep.shard.memory import ShardMemory
 from lockstep.shard.mesh import Links, whole_group
+from lockstep.shard.parameter import ShardedParameter
 from lockstep.shard.unit import Unit
+from lockstep.shard.updates import Tally
 
 if TYPE_CHECKING:
     from lockstep.shard.root import Root
@@ -42,6 +44,7 @@ class Team:
         for unit in units:
             unit.links = Links(unit.mesh, self.watch)
         self.memory = ShardMemory()
+        self._lingering: set[ShardedParameter] = set()  # frozen, and with gradients that have not been reduced yet
         plan, slots, loads = self._plan()
         self.slots = {slot.name: slot for slot in slots}
         self.memory.use(loads, self.slots)
@@ -59,6 +62,10 @@ class Team:
             finds_unused=True,
         )
         self.step.after_pass = self._after_pass_of(me)
+        self._tally = Tally(self.step)
+        self._tally.mark(self._leaves)
+        for unit in units:
+            unit.step = weakref.ref(self.step)
         self.hooks = HookFeeder(self.step)
         self.had_unused = False
         step_guard.watch(self.step)
@@ -71,6 +78,8 @@ class Team:
                 for unit in team.units:
                     unit.end_step()
                 root = team.units[0].root
+                if root is not None and team._lingering:
+                    root.plan_anew_in_next_forward()
                 if root is not None and root.syncs_buffers and team is root.teams[0]:
                     root.sync_buffers()
             elif team is not None:
@@ -89,13 +98,13 @@ class Team:
                 for parameter in store.parameters:
                     assert parameter.full is not None
                     parameter.follow_requires_grad()
-                    if parameter.sharded.requires_grad:
+                    if self._trains(parameter):
                         slot = Slot(parameter.name, parameter.full, parameter.owner_name, len(slots))
                         slot.leaf = parameter.sharded
                         slots.append(slot)
         for unit in reversed(self.units):
             for store in unit.stores:
-                training = [p for p in store.parameters if p.sharded.requires_grad]
+                training = [p for p in store.parameters if self._trains(p)]
                 if not training:
                     continue
                 (layout,) = flat_layouts([p.spec for p in training], unit.mesh.world)
@@ -107,13 +116,23 @@ class Team:
                 buckets.append(Bucket(len(buckets), specs))
         return Plan(tuple(buckets), BucketCaps(), "units"), slots, loads
 
+    def _trains(self, parameter: ShardedParameter) -> bool:
+        return parameter.sharded.requires_grad or parameter in self._lingering
+
+    @property
+    def _leaves(self) -> list[Any]:
+        return [parameter.sharded for unit in self.units for parameter in unit.parameters]
+
     def plan_anew(self) -> None:
         """Take up parameters that were frozen, unfrozen, replaced or cast, between windows."""
         self.hooks.detach()
+        planned = [p for load in self.memory.loads for p in load.parameters] if self.step.holds_local_gradients else []
+        self._lingering = {parameter for parameter in planned if not parameter.sharded.requires_grad}
         self.step.reset()
         plan, slots, loads = self._plan()
         self.slots = {slot.name: slot for slot in slots}
         self.memory.use(loads, self.slots)
+        self._tally.mark(self._leaves)
         self.step.reducer.use_plan(plan, slots)
         self.exchange.loads = list(loads)
         self.step.rebuild()

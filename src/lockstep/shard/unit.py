@@ -25,6 +25,7 @@ from lockstep.shard.parameter import ShardedParameter
 from lockstep.shard.store import FlatStore, GroupMemory
 
 if TYPE_CHECKING:
+    from lockstep.engine.step import SyncStep
     from lockstep.shard.root import Root
 
 
@@ -85,6 +86,7 @@ class Unit:
             self._move_shards_to_host()
         self.parent: weakref.ref[Unit] | None = None
         self.root: Root | None = None
+        self.step: weakref.ref[SyncStep] | None = None  # that reduces its gradients
         self.links = Links(mesh, own_scatter_group=False)  # until there is a root, with its own way to watch
         self.residence = Residence.SHARDED
         self.phase = Phase.IDLE
@@ -110,7 +112,7 @@ class Unit:
         self.backward_prefetch: list[Unit] | None = None
         self.order_positions: list[int] = []  # in the order of this step's forwards
         self.modules_to_run: set[nn.Module] = set()  # of a unit of several, in this forward
-        self._versions: list[list[int]] = []
+        self._versions: list[list[int]] = []  # of the shards that were gathered
         self.gathers = Gathers()
         self.last_gathers = Gathers()  # of the last step, for explain.py
         self.num_graph_forwards = 0  # of compiled graphs, whose backward is still to come
@@ -227,7 +229,7 @@ class Unit:
             return
         start = now()
         self.gathers.total += 1
-        self._versions = [store.versions for store in self.stores]
+        self._versions = [self.versions_of(store) for store in self.stores]
         with torch_private.RecordFunction(f"lockstep::gather {self.name}"):
             for number, store in enumerate(self.stores):
                 if self._start_among_keepers(store):
@@ -284,8 +286,13 @@ class Unit:
 
     def refresh(self) -> None:
         """Before it is used again without having been freed: the shards may have been updated since."""
-        if self.residence is Residence.FULL and self._versions != [store.versions for store in self.stores]:
+        if self.residence is Residence.FULL and self._versions != [self.versions_of(store) for store in self.stores]:
             self.reshard()
+
+    def versions_of(self, store: FlatStore | OwnStore) -> list[int]:
+        """Changes whenever a shard of the store is written to, also by optimizers whose writes no tensor counts."""
+        step = None if self.step is None else self.step()
+        return [*store.versions, 0 if step is None else step.num_writes]
 
     def moment(self) -> str:
         step = "" if self.root is None else f" in step {self.root.timeline.step}"

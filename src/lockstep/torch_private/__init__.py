@@ -146,6 +146,7 @@ _NAMES_BY_PART = {
     ),
     "shards": (
         "dtensor_around",
+        "dtensor_handlers",
         "group_memory",
         "joined_mesh",
         "local_of",

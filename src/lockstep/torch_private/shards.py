@@ -11,6 +11,7 @@ import torch
 
 __all__ = [
     "dtensor_around",
+    "dtensor_handlers",
     "group_memory",
     "joined_mesh",
     "local_of",
@@ -27,8 +28,18 @@ spec_of: Callable[[Any], Any] = attrgetter("_spec")
 
 
 def dtensor_around(local: torch.Tensor, spec: Any) -> torch.Tensor:
-    """A DTensor around ``local``; the public ``from_local`` is ten times as slow, for every gradient of every step."""
-    return _dtensor_class()(local, spec, requires_grad=False)  # type: ignore[no-any-return]
+    """A DTensor around ``local``; the public ``from_local`` is ten times as slow, for every gradient of every step.
+
+    It is complete when it is made: initialising it does nothing but tell compilers, and takes twice as long.
+    """
+    kind, make = _dtensor_maker()
+    return make(kind, local, spec, requires_grad=False)  # type: ignore[no-any-return]
+
+
+@cache
+def _dtensor_maker() -> tuple[Any, Callable[..., Any]]:
+    kind = _dtensor_class()
+    return kind, kind.__new__
 
 
 @cache
@@ -37,6 +48,11 @@ def _dtensor_class() -> Any:
     from torch.distributed.tensor import DTensor
 
     return DTensor
+
+
+def dtensor_handlers() -> dict[Any, Callable[..., Any]]:
+    """By operator, who computes it in the place of a DTensor's own rules; there is no public way to give them one."""
+    return _dtensor_class()._op_dispatcher._custom_op_handlers  # type: ignore[no-any-return]
 
 
 def set_local(dtensor: Any, local: torch.Tensor) -> None:
