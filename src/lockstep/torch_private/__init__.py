@@ -68,6 +68,7 @@ _NAMES_BY_PART = {
         "has_host_groups",
         "host_all_gather",
         "host_group",
+        "is_pretended",
         "rank_not_in_group",
         "watch_collectives",
     ),

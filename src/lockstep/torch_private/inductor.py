@@ -61,6 +61,7 @@ def compile_with_inductor(
     inputs: Any,
     patches: dict[str, Any],
     around: Callable[[Any, Callable[[], Any]], Any] | None = None,
+    **more: Any,
 ) -> Any:
     """What the Inductor backend does when it is called, with further options.
 
@@ -71,7 +72,7 @@ def compile_with_inductor(
 
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = dict(more)
     if getattr(backend, "name", None):
         extra["compile_region_name"] = backend.name
     if around is not None:
