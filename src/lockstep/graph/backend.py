@@ -229,7 +229,9 @@ def _compile_with_inductor(
     ):
         theirs = torch_private.inductor_setting(setting, patches)
         patches[setting] = torch_private.graph_pass(partial(put, record=record), f"{setting} {key}", before=theirs)
-    return torch_private.compile_with_inductor(backend, gm, inputs, patches, around)  # type: ignore[no-any-return]
+    # Which gradients leave together is decided on the joint graph, and the runs of this graph must know it.
+    with torch_private.joint_graphs_are_made():
+        return torch_private.compile_with_inductor(backend, gm, inputs, patches, around)  # type: ignore[no-any-return]
 
 
 def _compile_with_aot(

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lockstep.ddp import DistributedDataParallel
@@ -46,6 +47,13 @@ class Parallel:
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             return tensor.device
         return torch.device("cpu")
+
+    @property
+    def rank(self) -> int:
+        """Which of the ranks that train this model together this one is."""
+        for wrapper in self.wrappers:
+            return int(wrapper._peers.rank)
+        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
     def reset(self) -> None:
         """Forget a window that was under way on this rank, after an attempt that others know nothing of."""

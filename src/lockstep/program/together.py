@@ -29,29 +29,34 @@ class Together:
     def __init__(self, parallel: Parallel) -> None:
         self._wrappers = parallel.wrappers
         self._serials = []
+        self.words: dict[int, str] = {}  # what each rank said in ``agree``; of nobody where there is one rank
         for wrapper in self._wrappers:  # ranks make the steps of one wrapper in the same order
             made = _num_steps.setdefault(wrapper, Counter())
             made["steps"] += 1
             self._serials.append(made["steps"])
 
-    def agree(self, facts: dict[str, str], reasons: list[str]) -> list[str]:
-        """Compare what the step was made with; returns the reasons of all ranks against a program."""
+    def agree(self, facts: dict[str, str], reasons: list[str], word: str = "") -> list[str]:
+        """Compare what the step was made with; returns the reasons of all ranks against a program.
+
+        ``word`` goes with it, and is in ``words`` afterwards with those of the others.
+        """
         for wrapper, serial in zip(self._wrappers, self._serials, strict=True):
             watch = wrapper._peers.watch
             if watch.board is None:
                 continue
             key, subject = f"train step {serial}", "runs the first step of a lockstep.TrainStep"
-            told = watch.meet(key, subject, json.dumps([facts, reasons]), settings.agreement_timeout())
+            told = watch.meet(key, subject, json.dumps([facts, reasons, word]), settings.agreement_timeout())
             everyones = {rank: json.loads(text) for rank, text in told.items()}
+            self.words = {watch.shown(rank): theirs for rank, (_, _, theirs) in everyones.items()}
             for name in facts:
-                values = {rank: str(theirs.get(name)) for rank, (theirs, _) in everyones.items()}
+                values = {rank: str(theirs.get(name)) for rank, (theirs, _, _) in everyones.items()}
                 if len(set(values.values())) > 1:
                     raise errors.Disagreement(
                         f"Ranks made their train step with another {name}:\n{errors.rank_table(values)}\n"
                         "Fix: give all ranks the same.",
                         values,
                     )
-            for rank, (_, theirs) in sorted(everyones.items()):
+            for rank, (_, theirs, _) in sorted(everyones.items()):
                 reasons = reasons + [f"rank {rank}: {reason}" for reason in theirs if reason not in reasons]
         return reasons
 

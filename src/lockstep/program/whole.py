@@ -171,6 +171,8 @@ class Whole:
     def _make(self, batch: Batch, index: int, is_last: bool) -> GraphProgram:
         recipe = self._recipe
         move_step_counts(recipe.options.optimizers)
+        if self._delivery is not None:
+            self._delivery.enter()
         whole = WholeStep(recipe, batch, self._delivery, index, is_last)
         inputs = whole.inputs(batch.tensors, self._rates, self._sums())
         randomness, before = HostRandomness(), self._surroundings.values()
@@ -218,6 +220,8 @@ class Whole:
             with torch.enable_grad(), _syncing(wrapper, is_last):
                 wrapper._pre_forward()
         inputs = program.whole.inputs(batch.tensors, self._rates, self._sums())
+        if self._delivery is not None:
+            self._delivery.enter()
         with torch.no_grad():
             outputs = list(program.run(*inputs.flat()))
         for wrapper in wrappers:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing import Any
 
+    from lockstep.torch_private.artifacts import *
     from lockstep.torch_private.autograd import *
     from lockstep.torch_private.backends import *
     from lockstep.torch_private.c10d import *
@@ -31,6 +32,16 @@ if TYPE_CHECKING:
     from lockstep.torch_private.tensors import *
 
 _NAMES_BY_PART = {
+    "artifacts": (
+        "compile_counts",
+        "compiled_libraries",
+        "compiler_settings",
+        "is_library_name",
+        "load_compiled",
+        "pretended_group_options",
+        "save_compiled",
+        "why_nothing_is_kept",
+    ),
     "autograd": (
         "accumulation_positions",
         "current_dist_autograd_context",
@@ -132,6 +143,7 @@ _NAMES_BY_PART = {
         "inductor_input",
         "inductor_meets_ranks",
         "inductor_setting",
+        "joint_graphs_are_made",
     ),
     "profiler": ("RecordFunction",),
     "programs": (

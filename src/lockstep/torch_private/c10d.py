@@ -61,7 +61,7 @@ def backend_name(process_group: Any, device: torch.device) -> str:
 
 
 def is_pretended(process_group: Any) -> bool:
-    """Whether a group only pretends that there are other ranks: torch's "fake" backend, which answers to other names."""
+    """Whether a group only pretends to have other ranks: torch's "fake" backend, which has other names."""
     if process_group.name() == "fake":
         return True
     try:
