@@ -10,6 +10,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
+from lockstep import settings
 from lockstep.install import install
 from lockstep.program import precompiling
 
@@ -36,6 +39,9 @@ def precompile(words: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="lockstep-precompile-") as cache:
         # In a cache of its own, so that what is written holds everything that had to be compiled.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+        os.environ.pop(settings.ARTIFACTS.name, None)
+        if options.world > 1 and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)  # kernels are made for a number of threads: that of lockstep run and torchrun
         making = precompiling.begin(options.out, options.world, options.updates)
         install()
         _run(options.script, theirs, making)

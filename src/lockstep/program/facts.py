@@ -32,6 +32,10 @@ def facts_of(options: Options, parallel: Parallel, told: dict[str, str]) -> dict
         "processor": _processor(),
         "device": _device(parallel.device),
         "number of ranks": str(_world(parallel)),
+        "threads of a rank (OMP_NUM_THREADS)": str(torch.get_num_threads()),
+        "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        "default dtype": str(torch.get_default_dtype()),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
         **{name: value for name, value in told.items() if name != "max_programs"},
     }
     settings = optimizer_settings(options.optimizers, with_rates=False)
