@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lockstep.torch_private.fakes import *
     from lockstep.torch_private.graphs import *
     from lockstep.torch_private.inductor import *
+    from lockstep.torch_private.meetings import *
     from lockstep.torch_private.profiler import *
     from lockstep.torch_private.programs import *
     from lockstep.torch_private.shards import *
@@ -144,6 +145,12 @@ _NAMES_BY_PART = {
         "inductor_meets_ranks",
         "inductor_setting",
         "joint_graphs_are_made",
+    ),
+    "meetings": (
+        "compiler_collectives_off",
+        "guard_collectives_off",
+        "stand_in_for_compiler_collectives",
+        "stand_in_for_guard_collectives",
     ),
     "profiler": ("RecordFunction",),
     "programs": (
