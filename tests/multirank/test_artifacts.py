@@ -24,14 +24,16 @@ ROOT = Path(__file__).parents[2]
 
 
 def counted_builds() -> list[str]:
-    """What the C++ compiler is asked to build from now on."""
+    """The libraries that the C++ compiler is asked to build from now on; it also reads a header, for its version."""
     from torch._inductor.cpp_builder import CppBuilder
 
     built: list[str] = []
     original = CppBuilder.build
 
     def build(self: Any) -> Any:
-        built.append(self.get_target_file_path())
+        target = self.get_target_file_path()
+        if target.endswith((".so", ".o")):
+            built.append(target)
         return original(self)
 
     CppBuilder.build = build  # type: ignore[method-assign]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep import torch_private
+from lockstep.graph import tuning
 from lockstep.graph.compare import compare, describe_program, differing_places, digest_of, place_of
 from lockstep.graph.turns import take_turn
 from lockstep.program.batch import Batch, map_tensors
@@ -190,6 +191,7 @@ class Whole:
             raise Untraceable(f"the step asks for a number at {place_of(node) or 'a line of the loss function'}")
         launch_early(graph)
         differing = self._compare(graph, batch, index, is_last)
+        tuning.start()
         # Ranks of a host take turns: the first one compiles, the others find its work in the cache.
         wrappers = recipe.parallel.wrappers
         around = take_turn if wrappers and wrappers[0]._peers.world > 1 else None

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lockstep.torch_private.programs import *
     from lockstep.torch_private.shards import *
     from lockstep.torch_private.tensors import *
+    from lockstep.torch_private.tuning import *
 
 _NAMES_BY_PART = {
     "artifacts": (
@@ -184,6 +185,7 @@ _NAMES_BY_PART = {
         "shard_of",
         "unflatten_dense",
     ),
+    "tuning": ("stand_in_for_timing",),
 }
 _PART_OF = {name: part for part, names in _NAMES_BY_PART.items() for name in names}
 
