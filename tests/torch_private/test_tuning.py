@@ -41,3 +41,21 @@ def test_stand_in_for_timing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ((what, candidates),) = asked
     assert what.startswith("mm/")
     assert list(candidates) == ["a", "b"]
+
+
+def test_collectives_are_timed_by_all_ranks_together() -> None:
+    import inspect
+
+    from torch._inductor import select_algorithm
+
+    from lockstep.torch_private import tuning
+
+    def timing(is_collective: bool) -> Callable[[Sequence[Choice]], bool]:
+        return lambda choices: is_collective
+
+    assert tuning._is_collective(timing(True))
+    assert not tuning._is_collective(timing(False))
+    assert not tuning._is_collective(len)
+    # The name under which Inductor knows it; older versions time no collectives.
+    source = inspect.getsource(select_algorithm.AlgorithmSelectorCache)
+    assert "is_collective=is_collective" in source or "is_collective" not in source

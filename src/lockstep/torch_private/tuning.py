@@ -27,7 +27,7 @@ def stand_in_for_timing(share: Share) -> None:
         return
 
     def lookup(self: Any, choices: Any, op: str, inputs: str, benchmark: Any, *args: Any, **kwargs: Any) -> Any:
-        if benchmark is None or len(choices) < 2:
+        if benchmark is None or len(choices) < 2 or _is_collective(benchmark):
             return original(self, choices, op, inputs, benchmark, *args, **kwargs)
 
         def shared(candidates: Sequence[Any]) -> dict[Any, float]:
@@ -46,3 +46,11 @@ def stand_in_for_timing(share: Share) -> None:
 
     lookup._asks_lockstep = True  # type: ignore[attr-defined]
     PersistentCache.lookup = lookup  # type: ignore[method-assign]
+
+
+def _is_collective(benchmark: Any) -> bool:
+    """Whether all ranks have to time together, since what is timed is a collective; only its own function knows."""
+    names = getattr(getattr(benchmark, "__code__", None), "co_freevars", ())
+    cells = getattr(benchmark, "__closure__", None) or ()
+    found = dict(zip(names, cells, strict=True)).get("is_collective")
+    return found is not None and bool(found.cell_contents)
