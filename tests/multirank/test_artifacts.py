@@ -240,3 +240,42 @@ def test_a_script_without_a_step(tmp_path: Path) -> None:
     assert done.exit_code == 1
     assert done.lines == ["5"]
     assert "ended without a lockstep.TrainStep" in done.errors
+
+
+# ---------------------------------------------------------------- sharded models
+
+
+def sharded_step(path: str, loads: bool, width: int) -> dict[str, Any]:
+    import lockstep
+    from tests.multirank.artifact_script import Mlp, loss_of
+
+    loaded, words = pretend_to_compile(), Words()
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    model = lockstep.fully_shard(Mlp(width))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if loads:
+        step = lockstep.load_step(path, model, optimizer, loss_of, mode="loop")
+    else:
+        step = lockstep.TrainStep(model, optimizer, loss_of, mode="loop")
+    train(step, 2)
+    if not loads:
+        step.save(path)
+    return {"num loaded": len(loaded), "warnings": words.warnings, "text": str(step.explain())}
+
+
+def sharded_on(path: Path, loads: list[bool]) -> list[dict[str, Any]]:
+    return run_ranks(2, sharded_on_rank, str(path), loads, preload=PRELOAD)
+
+
+def sharded_on_rank(path: str, loads: list[bool]) -> dict[str, Any]:
+    return sharded_step(path, loads[dist.get_rank()], 16)
+
+
+def test_ranks_of_a_sharded_model_decide_together(tmp_path: Path) -> None:
+    path = tmp_path / "step.lockstep"
+    sharded_on(path, [False, False])
+    assert [rank["num loaded"] for rank in sharded_on(path, [True, True])] == [1, 1]
+    for rank in sharded_on(path, [True, False]):
+        assert rank["num loaded"] == 0
+        assert "rank 1 | was given no artifact" in rank["text"]

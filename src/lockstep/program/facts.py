@@ -18,6 +18,7 @@ from lockstep import torch_private
 from lockstep.program.guards import optimizer_settings
 from lockstep.program.options import Options
 from lockstep.program.parts import Parallel
+from lockstep.shard.mesh import whole_group
 from lockstep.version import __version__
 
 _MOST_SHOWN = 6
@@ -64,6 +65,8 @@ def differences(made_for: dict[str, str], here: dict[str, str]) -> list[str]:
 def _world(parallel: Parallel) -> int:
     for wrapper in parallel.wrappers:
         return int(wrapper._peers.world)
+    for sharded in parallel.sharded:
+        return int(whole_group(sharded._lockstep_unit.mesh).size())
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from lockstep.ddp import DistributedDataParallel
 from lockstep.shard import ShardedModule
+from lockstep.shard.mesh import whole_group
 
 
 class Parallel:
@@ -53,6 +54,8 @@ class Parallel:
         """Which of the ranks that train this model together this one is."""
         for wrapper in self.wrappers:
             return int(wrapper._peers.rank)
+        for sharded in self.sharded:
+            return int(whole_group(sharded._lockstep_unit.mesh).rank())
         return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
     def reset(self) -> None:

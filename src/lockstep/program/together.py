@@ -15,12 +15,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lockstep import errors, settings
+from lockstep import errors, settings, torch_private
+from lockstep.agree.board import open_board
 from lockstep.agree.stamp import Stamp, disagreement
+from lockstep.agree.watch import Watch
 from lockstep.program.parts import Parallel
+from lockstep.shard.mesh import whole_group
 
 _STAMP_SECONDS = 60.0
 _num_steps: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
+
+
+def watch_of_shards(module: Any) -> Watch:
+    """By which the ranks of a sharded model meet for one step of it: each of its steps opens a board of its own."""
+    group = whole_group(module._lockstep_unit.mesh)
+    seconds = torch_private.group_timeout(group).total_seconds()
+    return Watch(open_board(group, "train steps"), group.rank(), group_seconds=seconds)
 
 
 class Together:
@@ -28,6 +38,7 @@ class Together:
 
     def __init__(self, parallel: Parallel) -> None:
         self._wrappers = parallel.wrappers
+        self._sharded = parallel.sharded[:1]
         self._serials = []
         self.words: dict[int, str] = {}  # what each rank said in ``agree``; of nobody where there is one rank
         for wrapper in self._wrappers:  # ranks make the steps of one wrapper in the same order
@@ -40,8 +51,10 @@ class Together:
 
         ``word`` goes with it, and is in ``words`` afterwards with those of the others.
         """
-        for wrapper, serial in zip(self._wrappers, self._serials, strict=True):
-            watch = wrapper._peers.watch
+        watches = [
+            (wrapper._peers.watch, serial) for wrapper, serial in zip(self._wrappers, self._serials, strict=True)
+        ]
+        for watch, serial in [*watches, *((watch, 1) for watch in map(watch_of_shards, self._sharded))]:
             if watch.board is None:
                 continue
             key, subject = f"train step {serial}", "runs the first step of a lockstep.TrainStep"
