@@ -253,3 +253,26 @@ def test_a_cache_that_cannot_be_written_is_no_error(
     step.save(tmp_path / "step.lockstep")
     monkeypatch.setattr(torch_private, "load_compiled", fail, raising=False)
     assert "no space left on device" in start(made(tmp_path / "step.lockstep"))
+
+
+def test_a_plan_that_cannot_be_read_is_no_error(loaded: list[bytes], tmp_path: Path, world_of_one: None) -> None:
+    import dataclasses
+
+    torch.manual_seed(0)
+
+    def make(path: Path | None = None) -> Any:
+        model = lockstep.DDP(Small())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if path is None:
+            return lockstep.TrainStep(model, optimizer, squared, mode="loop")
+        return lockstep.load_step(path, model, optimizer, squared, mode="loop")
+
+    step = make()
+    start(step)
+    step.save(tmp_path / "step.lockstep")
+    assert "was loaded" in start(make(tmp_path / "step.lockstep"))
+    found = files.read(tmp_path / "step.lockstep")
+    for plan in ("", "{}", "no JSON", found.plan.replace("0", "1")):
+        dataclasses.replace(found, plan=plan).write(tmp_path / "step.lockstep")
+        assert "is not used" in start(make(tmp_path / "step.lockstep"))
+    assert len(loaded) == 1

@@ -72,8 +72,8 @@ class Loading:
         try:
             self._artifact = self._checked(files.read(self._source.path, self._source.digest), dict(facts))
             return _READY + self._artifact.digest
-        except Refused as refused:
-            self._why = str(refused)
+        except (Refused, ValueError, KeyError, TypeError) as refused:  # a plan of another version, too
+            self._artifact, self._why = None, str(refused) or type(refused).__name__
             return self._why
 
     def _checked(self, artifact: Artifact, facts: dict[str, str]) -> Artifact:

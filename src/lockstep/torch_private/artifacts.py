@@ -95,7 +95,8 @@ def compiled_libraries() -> dict[str, bytes]:
 
     root = Path(cache_dir())
     kinds = [CppCodeCache, *_below(CppCodeCache)]
-    names = {f"{key}.main.so" for kind in kinds for key in getattr(kind, "cache", {})}
+    keys = {key for kind in kinds for key in getattr(kind, "cache", {})}
+    names = {f"{key}{ending}" for key in keys for ending in (".main.so", ".so")}
     probes = [p.with_suffix(".so") for p in root.glob("??/c*.cpp") if ".main" not in p.name and _PROBE in _start(p)]
     names |= {path.name for path in sorted(probes)[:_MOST_PROBES]}
     paths = {name: root / name[1:3] / name for name in sorted(names) if is_library_name(name)}

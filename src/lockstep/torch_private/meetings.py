@@ -36,8 +36,8 @@ def stand_in_for_compiler_collectives(gather: Callable[[str, State], list[State]
         wanted = config.enable_compiler_collectives and dist.is_available() and dist.is_initialized()
         return dist.group.WORLD if wanted else None
 
-    def run_compiler_collective(self: Any) -> None:
-        tx = self.root_tx
+    def run_compiler_collective(self: Any, *args: Any) -> None:
+        tx = args[0] if args else self.root_tx  # older versions are given it
         state = None if tx is None else tx.distributed_state
         if state is None or state.all_states is not None:
             return
