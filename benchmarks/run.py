@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from artifact import artifact
 from before import before
 from cold_start import cold_start
 from compiled import compiled_graphs, compiled_link
@@ -37,6 +38,7 @@ CASES = {
     "hooks_per_parameter": hooks_per_parameter,
     "wrap_time": wrap_time,
     "cold_start": cold_start,
+    "artifact": artifact,
     "before": before,
     "stamp": stamp,
     "watching": watching,

@@ -23,6 +23,7 @@ ACCESSORS = {
     "LOCKSTEP_BACKEND": settings.backend,
     "LOCKSTEP_REPORT_DIR": settings.report_dir,
     "LOCKSTEP_INJECT": settings.inject,
+    "LOCKSTEP_ARTIFACTS": settings.artifacts,
     "LOCKSTEP_RUN_FOLDER": settings.run_folder,
 }
 # Files that still read a variable themselves; the list may only become shorter.

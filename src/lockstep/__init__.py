@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lockstep.observe.report import write_report
     from lockstep.observe.timeline import Timeline
     from lockstep.plan import Plan
-    from lockstep.program import TrainStep
+    from lockstep.program import TrainStep, load_step
     from lockstep.shard import FullyShardedDataParallel, fully_shard
     from lockstep.state_dict import unwrap
 
@@ -44,6 +44,7 @@ __all__ = [
     "fully_shard",
     "hooks",
     "install",
+    "load_step",
     "stopping",
     "uninstall",
     "unwrap",
@@ -65,6 +66,7 @@ _MODULE_OF = {
     "explain": "lockstep.compiling",
     "fully_shard": "lockstep.shard",
     "hooks": "lockstep.hooks",
+    "load_step": "lockstep.program",
     "stopping": "lockstep.agree.stopping",
     "unwrap": "lockstep.state_dict",
     "write_report": "lockstep.observe.report",

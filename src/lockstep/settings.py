@@ -16,6 +16,7 @@ __all__ = [
     "SETTINGS",
     "Setting",
     "agreement_timeout",
+    "artifacts",
     "backend",
     "check",
     "compile_timeout",
@@ -107,6 +108,12 @@ INJECT = Setting(
     "faults on purpose, such as `kill:rank=1,step=5,moment=backward`, in the ranks of `lockstep run`",
     is_seconds=False,
 )
+ARTIFACTS = Setting(
+    "LOCKSTEP_ARTIFACTS",
+    "",
+    "folder that `lockstep precompile` wrote: each `TrainStep` loads its compiled programs from there. They are code",
+    is_seconds=False,
+)
 RUN_FOLDER = Setting(
     "LOCKSTEP_RUN_FOLDER",
     "",
@@ -123,6 +130,7 @@ SETTINGS = (
     BACKEND,
     REPORT_DIR,
     INJECT,
+    ARTIFACTS,
     RUN_FOLDER,
 )
 
@@ -169,6 +177,12 @@ def report_dir() -> Path:
 def inject() -> str:
     """The faults that were asked for, as text; empty for none."""
     return INJECT.text()
+
+
+def artifacts() -> Path | None:
+    """Where compiled programs are loaded from; None where the user did not say so."""
+    text = ARTIFACTS.text()
+    return Path(text) if text else None
 
 
 def run_folder() -> Path | None:

@@ -168,21 +168,7 @@ def test_a_rank_that_cannot_compile_holds_nobody_up(tmp_path: Path) -> None:
     assert none == ""
 
 
-def gather_states_on_any_device(graph: Any) -> None:
-    """dynamo's own method, without the lines in which torch 2.13 asks for one kind of device, and a count of them."""
-    state = graph.root_tx.distributed_state
-    if state is not None and state.all_states is None:
-        all_states = [None] * state.compile_pg.size()
-        dist.all_gather_object(all_states, state.local_state, group=state.compile_pg)
-        state.all_states = all_states
-        graph.root_tx.speculation_log.clear()
-        raise torch._dynamo.exc.CompileCollectiveRestartAnalysis
-
-
 def train_with_collectives_of_the_compiler() -> tuple[int, int]:
-    from torch._dynamo.output_graph import OutputGraph
-
-    OutputGraph.run_compiler_collective = gather_states_on_any_device
     torch.compiler.set_enable_guard_collectives(True)
     with torch._dynamo.config.patch(enable_compiler_collectives=True):
         training = Training()

@@ -271,3 +271,34 @@ def test_replays_of_ranks_that_drifted_apart_are_stopped() -> None:
     for error in errors.values():
         assert error.type_name == "Disagreement"
         assert "optimizer steps so far" in error.text
+
+
+# ---------------------------------------------------------------- several steps in one process
+
+
+def train_two_in_turn() -> None:
+    """Programs name no wrapper of their process, so each run must reach the one that runs."""
+    from tests.program.loops import CASES, assert_same, batch_of, make_step, set_up
+
+    uncompiled()
+    rank, names = dist.get_rank(), ("clip_norm", "cnn")
+
+    def train(both: list[Any], steps: list[Any], order: list[int]) -> list[Any]:
+        for index in range(6):
+            for which in order:
+                steps[which](batch_of(index, rank))
+        return [setup.tensors() for setup in both]
+
+    setups = [set_up(CASES[name], wrap) for name in names]
+    steps = [make_step(CASES[name], setup, "graph") for name, setup in zip(names, setups, strict=True)]
+    in_turn = train(setups, steps, [0, 1])
+    for which, name in enumerate(names):
+        setup = set_up(CASES[name], wrap)
+        (alone,) = train([setup], [make_step(CASES[name], setup, "graph")], [0])
+        assert_same(alone, in_turn[which])
+    digests = [[program.digest for program in step._runner.programs] for step in steps]
+    assert all(digests)
+
+
+def test_two_steps_in_one_process() -> None:
+    run_ranks(2, train_two_in_turn, preload=PRELOAD)

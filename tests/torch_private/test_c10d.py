@@ -78,3 +78,8 @@ def test_watch_collectives() -> None:
     dist.broadcast(torch.ones(1), 0)
     private.all_reduce(dist.group.WORLD, torch.ones(1), dist.ReduceOp.SUM).wait()
     assert seen == ["allreduce", "broadcast", "allreduce"]
+
+
+def test_is_pretended() -> None:
+    assert not private.is_pretended(dist.group.WORLD)
+    # A group that does pretend is in test_artifacts.py, where there is no other.

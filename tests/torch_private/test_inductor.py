@@ -108,3 +108,12 @@ def test_inductor_input() -> None:
     assert first not in (text_of(cosine), text_of(sine, 4))
     with config.patch(max_fusion_size=3):
         assert text_of(sine) != first
+
+
+def test_joint_graphs_are_made() -> None:
+    from torch._functorch import config
+
+    before = config.enable_autograd_cache
+    with private.joint_graphs_are_made():
+        assert not config.enable_autograd_cache
+    assert config.enable_autograd_cache == before

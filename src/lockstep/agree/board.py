@@ -245,7 +245,7 @@ def open_board(process_group: Any, kind: str = "wrappers") -> Board | None:
     Ranks wrap models on a group in the same order, so a counter per group names the board.  The restart count is
     part of the name because a launcher may keep its store over restarts.
     """
-    if process_group.size() == 1 or process_group.name() == "fake":
+    if process_group.size() == 1 or torch_private.is_pretended(process_group):
         return None
     try:
         store = torch_private.default_store()

@@ -134,7 +134,7 @@ def start_thread(function: Callable[[], Any]) -> torch.futures.Future[Any]:
 
 def control_of(process_group: Any) -> ControlPlane | None:
     """The control plane of a group; None where ranks share no store, or there is only one."""
-    if process_group.size() == 1 or process_group.name() == "fake" or not torch_private.has_host_groups():
+    if process_group.size() == 1 or torch_private.is_pretended(process_group) or not torch_private.has_host_groups():
         return None
     try:
         torch_private.default_store()

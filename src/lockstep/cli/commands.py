@@ -51,6 +51,14 @@ def run_command(ctx: typer.Context) -> None:
     sys.exit(launch(ctx.args))
 
 
+@app.command("precompile", cls=Verbatim, add_help_option=False)
+def precompile_command(ctx: typer.Context) -> None:
+    """Compile the steps of SCRIPT for N ranks, in one process: lockstep precompile SCRIPT --world N --out DIR."""
+    from lockstep.cli.precompile import precompile
+
+    sys.exit(precompile(ctx.args))
+
+
 @app.command("env")
 def env_command(as_json: bool = typer.Option(False, "--json", help="Print JSON instead of tables.")) -> None:
     """Print versions and what is usable on this machine."""

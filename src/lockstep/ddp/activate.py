@@ -13,6 +13,7 @@ from lockstep.ddp import dispatch
 from lockstep.ddp.dispatch import GraphDispatcher
 from lockstep.engine import module_watch
 from lockstep.engine.feeders import compiled_autograd
+from lockstep.graph import meeting
 from lockstep.graph.backend import lockstep_backend
 
 _is_active = False
@@ -27,6 +28,7 @@ def activate() -> None:
     torch_private.register_backend(lockstep_backend, "lockstep")
     torch_private.stand_in_for_ddp_optimizer(_graph_dispatcher, dispatch.any_alive)
     compiled_autograd.start()
+    meeting.start()
     _is_active = True
 
 

@@ -90,6 +90,17 @@ class Compilation:
         self._num_graphs_seen = self._num_graphs_checked = -1
         self._num_passes_to_check = 0
 
+    @property
+    def sizes_are_open(self) -> bool:
+        """Whether bucket sizes are this wrapper's to choose: the user gave neither sizes nor a plan."""
+        return self._sizes_are_open and not self._plan_is_given
+
+    def keep(self, plan: Plan) -> None:
+        """Take a plan for good, as if the user had given it; on all ranks, before the first backward."""
+        self._plan_is_given, self._sizes_are_open = True, False
+        if plan.digest != self._step.reducer.plan.digest:
+            self._keeper.adopt(plan)
+
     def ask_once(self, compiler_is_watching: bool) -> None:
         """Ask the others, in the first forward that will have a backward; see [Note: when the plan is chosen]."""
         if not self._has_asked:

@@ -27,7 +27,7 @@ from lockstep.engine.bucket import Slot, is_dense
 from lockstep.engine.feeders.graph import Region
 from lockstep.engine.registry import slot_of
 from lockstep.engine.step import SyncStep
-from lockstep.graph import joint
+from lockstep.graph import joint, tuning
 from lockstep.graph.compare import compare, describe_graph, differing_places
 from lockstep.graph.joint import GraphRecord, Group, Member
 from lockstep.graph.split import SplitOptimizer
@@ -112,6 +112,7 @@ class OverlapCompiler:
         if inductor is None or self._around is None:
             return self._backend(gm, inputs, **options)
         backend, config = inductor
+        tuning.start()
         patches = {**config, **options.pop("config_patches", {})}
         return torch_private.compile_with_inductor(backend, gm, inputs, patches, self._around)
 
@@ -222,6 +223,7 @@ def _compile_with_inductor(
     **options: Any,
 ) -> Callable[..., Any]:
     patches = {**config, **options.pop("config_patches", {})}
+    tuning.start()
     key = record.key()
     for setting, put in (
         ("joint_custom_post_pass", joint.put_launches),
@@ -229,7 +231,9 @@ def _compile_with_inductor(
     ):
         theirs = torch_private.inductor_setting(setting, patches)
         patches[setting] = torch_private.graph_pass(partial(put, record=record), f"{setting} {key}", before=theirs)
-    return torch_private.compile_with_inductor(backend, gm, inputs, patches, around)  # type: ignore[no-any-return]
+    # Which gradients leave together is decided on the joint graph, and the runs of this graph must know it.
+    with torch_private.joint_graphs_are_made():
+        return torch_private.compile_with_inductor(backend, gm, inputs, patches, around)  # type: ignore[no-any-return]
 
 
 def _compile_with_aot(

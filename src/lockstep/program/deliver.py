@@ -11,7 +11,6 @@ their stamps, communication hooks run.  What comes back is the reducer's own buf
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,12 +29,9 @@ _library.define("program_collect(Tensor[] tokens, int program) -> Tensor[]", tag
 _deliveries: weakref.WeakValueDictionary[int, Delivery] = weakref.WeakValueDictionary()
 
 
-def _serial(name: str) -> int:
-    """A number that stands in the program, so it must be the same on all ranks: by the wrapper's name on the board."""
-    number = zlib.crc32(name.encode())
-    while number in _deliveries:
-        number += 1
-    return number
+# Which of a model's wrappers a program delivers to; there is one.  The number stands in the program, which another
+# process may load: so it names no wrapper of this process, but whichever step runs (see ``Delivery.enter``).
+_THE_WRAPPER = 0
 
 
 class Delivery:
@@ -43,8 +39,12 @@ class Delivery:
 
     def __init__(self, wrapper: Any) -> None:
         self._step = wrapper.step
-        self.serial = _serial(wrapper._peers.name)
+        self.serial = _THE_WRAPPER
         self._flats: list[Tensor] = []
+        self.enter()
+
+    def enter(self) -> None:
+        """Before a program is made or run: what it delivers comes here."""
         _deliveries[self.serial] = self
 
     @property

@@ -7,10 +7,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lockstep.ddp import DistributedDataParallel
 from lockstep.shard import ShardedModule
+from lockstep.shard.mesh import whole_group
 
 
 class Parallel:
@@ -46,6 +48,15 @@ class Parallel:
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             return tensor.device
         return torch.device("cpu")
+
+    @property
+    def rank(self) -> int:
+        """Which of the ranks that train this model together this one is."""
+        for wrapper in self.wrappers:
+            return int(wrapper._peers.rank)
+        for sharded in self.sharded:
+            return int(whole_group(sharded._lockstep_unit.mesh).rank())
+        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
     def reset(self) -> None:
         """Forget a window that was under way on this rank, after an attempt that others know nothing of."""

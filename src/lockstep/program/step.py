@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep import torch_private
+from lockstep.program import loading, precompiling
 from lockstep.program.captured import Captured
 from lockstep.program.cuda import CudaMachine
+from lockstep.program.facts import facts_of
+from lockstep.program.loading import Loading, Source
 from lockstep.program.options import Mode, Options, check_options
 from lockstep.program.parts import Parallel
 from lockstep.program.reasons import JOINED, why_not_captured, why_not_graph
@@ -75,12 +80,15 @@ class TrainStep:
             max_programs=max_programs,
         )
         self._parallel = Parallel(model)
+        self._loading = Loading(loading.source_for_next_step(), self._parallel)
         self._recipe = Recipe(options, self._parallel)
         self._together = Together(self._parallel)
         self._record = Record(asked=mode)
         self._runner: _Loop | Captured | Whole | None = None
         self._micro = 0
         self.num_updates = 0
+        if precompiling.active is not None:
+            precompiling.active.enter(self)
 
     # ---------------------------------------------------------------- a step
 
@@ -95,6 +103,8 @@ class TrainStep:
         if is_last:
             self._recipe.follow()
             self.num_updates += 1
+            if precompiling.active is not None:
+                precompiling.active.after_update(self)
         self._micro = 0 if is_last else index + 1
         return result
 
@@ -126,7 +136,10 @@ class TrainStep:
             # A rank without data never comes here, so nothing can be compared.
             reasons = [JOINED] if asked in (Mode.CAPTURED, Mode.AUTO, Mode.GRAPH) else []
         else:
-            reasons = self._together.agree(_facts(options), reasons)
+            found = self._loading.look(self._artifact_facts()) if self._loading.is_wanted else ""
+            reasons = self._together.agree(_facts(options), reasons, found)
+            if came := self._loading.decide(self._together.words):
+                self._record.note(came)
         for reason in reasons:
             self._record.fall_back(reason)
         chosen = asked
@@ -164,6 +177,7 @@ class TrainStep:
             programs = runner.shown()
             places = runner.rank_is_baked_in_at()
             notes += [f"rank is baked in at {place}: each rank has a program of its own" for place in places]
+        notes += [self._loading.shown()] if self._loading.is_loaded else []
         num_program_calls = record.num_replays + record.num_graph_calls
         runs = record.runs or "nothing yet; it is chosen in the first call"
         if record.reasons and record.num_loop_calls and not num_program_calls:
@@ -177,6 +191,23 @@ class TrainStep:
             num_loop_calls=record.num_loop_calls,
             num_program_calls=num_program_calls,
         )
+
+    # ---------------------------------------------------------------- compiled once
+
+    def save(self, path: str | os.PathLike[str]) -> str:
+        """Write all that was compiled so far to a file for ``lockstep.load_step``; returns its digest.
+
+        Run a window or two of each kind of batch first.  Rank 0 writes; for the others this does nothing, and returns
+        an empty text.  The file is code: see docs/train_step.md before you load one that is not yours.
+        """
+        if self._parallel.rank != 0:
+            return ""
+        programs = [p.digest for p in self._runner.programs] if isinstance(self._runner, Whole) else []
+        made = loading.make(self._artifact_facts(), self._parallel, programs)
+        return made.write(Path(path))
+
+    def _artifact_facts(self) -> dict[str, str]:
+        return facts_of(self._options, self._parallel, _facts(self._options))
 
     # ---------------------------------------------------------------- state
 
@@ -204,6 +235,33 @@ class TrainStep:
         self._micro = 0
         if self._recipe.average is not None:
             self._recipe.average.load(state.get("averages", {}))
+
+
+def load_step(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    loss: Callable[[Any, Any], Any],
+    *,
+    digest: str | None = None,
+    **options: Any,
+) -> TrainStep:
+    """Make a step that takes its compiled programs from a file, on all ranks or on none.
+
+    The file is code and runs in this process: load one only from where you would run a program.  Its own digest shows
+    a changed byte; ``digest``, as ``step.save`` returned it, shows another file.  What does not fit (another torch,
+    device, model, plan, option) is refused with what differs, and the ranks compile as usual.
+
+    Args:
+        path: what ``step.save`` or ``lockstep precompile`` wrote.
+        model, optimizer, loss: as for :class:`TrainStep`.
+        digest: the only digest that is accepted.
+        options: what else :class:`TrainStep` takes; as when the file was made.
+    """
+    expected = loading.check_digest(digest)
+    step = TrainStep(model, optimizer, loss, **options)
+    step._loading = Loading(Source(Path(path), expected), step._parallel)
+    return step
 
 
 class _Loop:

@@ -15,12 +15,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lockstep import errors, settings
+from lockstep import errors, settings, torch_private
+from lockstep.agree.board import open_board
 from lockstep.agree.stamp import Stamp, disagreement
+from lockstep.agree.watch import Watch
 from lockstep.program.parts import Parallel
+from lockstep.shard.mesh import whole_group
 
 _STAMP_SECONDS = 60.0
 _num_steps: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
+
+
+def watch_of_shards(module: Any) -> Watch:
+    """By which the ranks of a sharded model meet for one step of it: each of its steps opens a board of its own."""
+    group = whole_group(module._lockstep_unit.mesh)
+    seconds = torch_private.group_timeout(group).total_seconds()
+    return Watch(open_board(group, "train steps"), group.rank(), group_seconds=seconds)
 
 
 class Together:
@@ -28,30 +38,38 @@ class Together:
 
     def __init__(self, parallel: Parallel) -> None:
         self._wrappers = parallel.wrappers
+        self._sharded = parallel.sharded[:1]
         self._serials = []
+        self.words: dict[int, str] = {}  # what each rank said in ``agree``; of nobody where there is one rank
         for wrapper in self._wrappers:  # ranks make the steps of one wrapper in the same order
             made = _num_steps.setdefault(wrapper, Counter())
             made["steps"] += 1
             self._serials.append(made["steps"])
 
-    def agree(self, facts: dict[str, str], reasons: list[str]) -> list[str]:
-        """Compare what the step was made with; returns the reasons of all ranks against a program."""
-        for wrapper, serial in zip(self._wrappers, self._serials, strict=True):
-            watch = wrapper._peers.watch
+    def agree(self, facts: dict[str, str], reasons: list[str], word: str = "") -> list[str]:
+        """Compare what the step was made with; returns the reasons of all ranks against a program.
+
+        ``word`` goes with it, and is in ``words`` afterwards with those of the others.
+        """
+        watches = [
+            (wrapper._peers.watch, serial) for wrapper, serial in zip(self._wrappers, self._serials, strict=True)
+        ]
+        for watch, serial in [*watches, *((watch, 1) for watch in map(watch_of_shards, self._sharded))]:
             if watch.board is None:
                 continue
             key, subject = f"train step {serial}", "runs the first step of a lockstep.TrainStep"
-            told = watch.meet(key, subject, json.dumps([facts, reasons]), settings.agreement_timeout())
+            told = watch.meet(key, subject, json.dumps([facts, reasons, word]), settings.agreement_timeout())
             everyones = {rank: json.loads(text) for rank, text in watch.by_global(told).items()}
+            self.words = {rank: theirs for rank, (_, _, theirs) in everyones.items()}
             for name in facts:
-                values = {rank: str(theirs.get(name)) for rank, (theirs, _) in everyones.items()}
+                values = {rank: str(theirs.get(name)) for rank, (theirs, _, _) in everyones.items()}
                 if len(set(values.values())) > 1:
                     raise errors.Disagreement(
                         f"Ranks made their train step with another {name}:\n{errors.rank_table(values)}\n"
                         "Fix: give all ranks the same.",
                         values,
                     )
-            for rank, (_, theirs) in sorted(everyones.items()):
+            for rank, (_, theirs, _) in sorted(everyones.items()):
                 reasons = reasons + [f"rank {rank}: {reason}" for reason in theirs if reason not in reasons]
         return reasons
 

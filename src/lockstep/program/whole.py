@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep import torch_private
+from lockstep.graph import tuning
 from lockstep.graph.compare import compare, describe_program, differing_places, digest_of, place_of
 from lockstep.graph.turns import take_turn
 from lockstep.program.batch import Batch, map_tensors
@@ -171,6 +172,8 @@ class Whole:
     def _make(self, batch: Batch, index: int, is_last: bool) -> GraphProgram:
         recipe = self._recipe
         move_step_counts(recipe.options.optimizers)
+        if self._delivery is not None:
+            self._delivery.enter()
         whole = WholeStep(recipe, batch, self._delivery, index, is_last)
         inputs = whole.inputs(batch.tensors, self._rates, self._sums())
         randomness, before = HostRandomness(), self._surroundings.values()
@@ -188,6 +191,7 @@ class Whole:
             raise Untraceable(f"the step asks for a number at {place_of(node) or 'a line of the loss function'}")
         launch_early(graph)
         differing = self._compare(graph, batch, index, is_last)
+        tuning.start()
         # Ranks of a host take turns: the first one compiles, the others find its work in the cache.
         wrappers = recipe.parallel.wrappers
         around = take_turn if wrappers and wrappers[0]._peers.world > 1 else None
@@ -218,6 +222,8 @@ class Whole:
             with torch.enable_grad(), _syncing(wrapper, is_last):
                 wrapper._pre_forward()
         inputs = program.whole.inputs(batch.tensors, self._rates, self._sums())
+        if self._delivery is not None:
+            self._delivery.enter()
         with torch.no_grad():
             outputs = list(program.run(*inputs.flat()))
         for wrapper in wrappers:

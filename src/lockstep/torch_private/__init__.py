@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing import Any
 
+    from lockstep.torch_private.artifacts import *
     from lockstep.torch_private.autograd import *
     from lockstep.torch_private.backends import *
     from lockstep.torch_private.c10d import *
@@ -25,12 +26,24 @@ if TYPE_CHECKING:
     from lockstep.torch_private.fakes import *
     from lockstep.torch_private.graphs import *
     from lockstep.torch_private.inductor import *
+    from lockstep.torch_private.meetings import *
     from lockstep.torch_private.profiler import *
     from lockstep.torch_private.programs import *
     from lockstep.torch_private.shards import *
     from lockstep.torch_private.tensors import *
+    from lockstep.torch_private.tuning import *
 
 _NAMES_BY_PART = {
+    "artifacts": (
+        "compile_counts",
+        "compiled_libraries",
+        "compiler_settings",
+        "is_library_name",
+        "load_compiled",
+        "pretended_group_options",
+        "save_compiled",
+        "why_nothing_is_kept",
+    ),
     "autograd": (
         "accumulation_positions",
         "accumulator_kind",
@@ -69,6 +82,7 @@ _NAMES_BY_PART = {
         "has_host_groups",
         "host_all_gather",
         "host_group",
+        "is_pretended",
         "living_groups",
         "rank_not_in_group",
         "registered_groups",
@@ -134,6 +148,13 @@ _NAMES_BY_PART = {
         "inductor_input",
         "inductor_meets_ranks",
         "inductor_setting",
+        "joint_graphs_are_made",
+    ),
+    "meetings": (
+        "compiler_collectives_off",
+        "guard_collectives_off",
+        "stand_in_for_compiler_collectives",
+        "stand_in_for_guard_collectives",
     ),
     "profiler": ("RecordFunction",),
     "programs": (
@@ -168,6 +189,7 @@ _NAMES_BY_PART = {
         "shard_of",
         "unflatten_dense",
     ),
+    "tuning": ("stand_in_for_timing",),
 }
 _PART_OF = {name: part for part, names in _NAMES_BY_PART.items() for name in names}
 

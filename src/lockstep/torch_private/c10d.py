@@ -26,6 +26,7 @@ __all__ = [
     "has_host_groups",
     "host_all_gather",
     "host_group",
+    "is_pretended",
     "living_groups",
     "rank_not_in_group",
     "registered_groups",
@@ -61,6 +62,16 @@ def backend_name(process_group: Any, device: torch.device) -> str:
         return str(process_group._get_backend(device).name()).lower()
     except (RuntimeError, AttributeError):
         return str(process_group.name()).lower()
+
+
+def is_pretended(process_group: Any) -> bool:
+    """Whether a group only pretends to have other ranks: torch's "fake" backend, which has other names."""
+    if process_group.name() == "fake":
+        return True
+    try:
+        return str(dist.get_backend(process_group)) == "fake"
+    except (RuntimeError, ValueError, KeyError):
+        return False  # a group that was not made by init_process_group
 
 
 def has_host_groups() -> bool:

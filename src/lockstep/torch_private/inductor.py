@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ __all__ = [
     "inductor_input",
     "inductor_meets_ranks",
     "inductor_setting",
+    "joint_graphs_are_made",
 ]
 
 
@@ -61,6 +63,7 @@ def compile_with_inductor(
     inputs: Any,
     patches: dict[str, Any],
     around: Callable[[Any, Callable[[], Any]], Any] | None = None,
+    **more: Any,
 ) -> Any:
     """What the Inductor backend does when it is called, with further options.
 
@@ -71,7 +74,7 @@ def compile_with_inductor(
 
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = dict(more)
     if getattr(backend, "name", None):
         extra["compile_region_name"] = backend.name
     if around is not None:
@@ -136,3 +139,14 @@ def inductor_input(graph: Any) -> str:
     values = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
     inputs = [(v.shape, v.dtype, v.device) if isinstance(v, torch.Tensor) else v for v in values]
     return f"{graph.graph}\n{inputs}\n{sorted(config.save_config_portable().items())}"
+
+
+def joint_graphs_are_made() -> AbstractContextManager[Any]:
+    """Within this context AOTAutograd makes every joint graph, so that passes over it run; Inductor's cache stays.
+
+    With its cache on, it takes the two halves of a graph that another process made, and whoever has to know what the
+    passes did to them does not.
+    """
+    from torch._functorch import config
+
+    return config.patch(enable_autograd_cache=False)  # type: ignore[no-any-return]

@@ -49,12 +49,21 @@ def compile_program(
 ) -> Callable[..., Any]:
     """A graph below autograd, compiled by Inductor without guards; random numbers are those of the uncompiled step.
 
-    ``around(graph, compile)`` stands around the lowering; it returns what ``compile`` does.
+    ``around(graph, compile)`` stands around the lowering; it returns what ``compile`` does.  Inductor and AOTAutograd
+    keep what they make only where they find an environment for symbolic sizes, even if there are none: outside of
+    dynamo it has to be brought along.
     """
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
     from lockstep.torch_private.inductor import compile_with_inductor
 
-    with torch.no_grad():
-        compiled: Any = compile_with_inductor(None, graph, list(inputs), {"fallback_random": True}, around)
+    context = TracingContext(FakeTensorMode(shape_env=ShapeEnv()))
+    with torch.no_grad(), tracing(context):
+        compiled: Any = compile_with_inductor(
+            None, graph, list(inputs), {"fallback_random": True}, around, ignore_shape_env=True
+        )
     return compiled
 
 

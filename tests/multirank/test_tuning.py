@@ -1,0 +1,120 @@
+"""Candidates are timed once per job, by whichever rank comes first, and all ranks choose alike.
+
+The cache of the compiler that is asked is torch's; what is timed are stand-ins, since kernels of which a CPU has
+several take minutes to compile.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.multirank.harness import lockstep_only, run_outcomes, run_ranks
+
+pytestmark = [pytest.mark.multirank, lockstep_only]
+PRELOAD = ("torch._inductor.codecache",)
+NAMES = ("aten", "small tiles", "large tiles")
+OPERATORS = ("mm", "bmm", "addmm")
+
+
+class Choice:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def hash_key(self) -> str:
+        return self.name
+
+
+def look_up(op: str, measure: Any, names: tuple[str, ...] = NAMES) -> dict[str, float]:
+    from torch._inductor.codecache import PersistentCache
+
+    choices = [Choice(name) for name in names]
+    found = PersistentCache().lookup(choices, op, "[4, 4]", measure)
+    return {choice.name: seconds for choice, seconds in found.items()}
+
+
+def wrapped() -> None:
+    """What a program does before anything is compiled."""
+    import torch
+
+    import lockstep
+    from lockstep.graph import tuning
+
+    lockstep.DDP(torch.nn.Linear(2, 2))
+    tuning.start()
+
+
+def tune(directory: str) -> dict[str, Any]:
+    """Each rank has a cache of its own, as on hosts of their own, and would measure something else."""
+    rank = dist.get_rank()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{directory}/{rank}"
+    wrapped()
+    timed: list[str] = []
+    generator = random.Random(rank)
+
+    def measure(choices: Any) -> dict[Any, float]:
+        timed.extend(choice.name for choice in choices)
+        time.sleep(0.2 * generator.random())
+        return {choice: generator.random() for choice in choices}
+
+    order = OPERATORS if rank != 1 else OPERATORS[::-1]  # ranks need not come to them in one order
+    names = NAMES if rank != 2 else NAMES[::-1]
+    found = {op: look_up(op, measure, names) for op in order}
+    return {"timed": timed, "found": found, "best": {op: min(t, key=t.__getitem__) for op, t in found.items()}}
+
+
+def test_each_candidate_is_timed_once_and_all_ranks_choose_alike(tmp_path: Path) -> None:
+    ranks = run_ranks(3, tune, str(tmp_path), preload=PRELOAD)
+    timed = [name for rank in ranks for name in rank["timed"]]
+    assert len(timed) == len(NAMES) * len(OPERATORS)
+    assert all(rank["found"] == ranks[0]["found"] for rank in ranks)
+    assert all(rank["best"] == ranks[0]["best"] for rank in ranks)
+
+
+def tune_with_a_slow_rank(directory: str) -> dict[str, float]:
+    """Rank 0 comes first and takes too long; the others go on by themselves, and it takes their timings."""
+    rank = dist.get_rank()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{directory}/{rank}"
+    wrapped()
+    if rank != 0:
+        time.sleep(1.0)
+
+    def measure(choices: Any) -> dict[Any, float]:
+        time.sleep(15.0 if rank == 0 else 0.0)
+        return {choice: float(rank + index) for index, choice in enumerate(choices)}
+
+    return look_up("mm", measure)
+
+
+def test_a_rank_that_takes_too_long_is_not_waited_for(tmp_path: Path) -> None:
+    env = {"LOCKSTEP_COMPILE_TIMEOUT": "3"}
+    ranks = run_ranks(3, tune_with_a_slow_rank, str(tmp_path), env=env, preload=PRELOAD)
+    assert all(rank == ranks[0] for rank in ranks)
+
+
+def end_while_timing(directory: str) -> dict[str, float]:
+    rank = dist.get_rank()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{directory}/{rank}"
+    wrapped()
+    if rank != 0:
+        time.sleep(1.0)
+
+    def measure(choices: Any) -> dict[Any, float]:
+        if rank == 0:
+            raise SystemExit(3)
+        return {choice: float(index) for index, choice in enumerate(choices)}
+
+    return look_up("mm", measure)
+
+
+def test_a_rank_that_ends_while_it_times_is_not_waited_for(tmp_path: Path) -> None:
+    env = {"LOCKSTEP_COMPILE_TIMEOUT": "30"}
+    outcomes = run_outcomes(2, end_while_timing, str(tmp_path), env=env, preload=PRELOAD)
+    assert outcomes[1].error is None, outcomes[1].report()
+    assert outcomes[1].value == {name: float(index) for index, name in enumerate(NAMES)}
