@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from datetime import timedelta
 
 import pytest
@@ -64,3 +65,14 @@ def test_watch_collectives() -> None:
     dist.broadcast(torch.ones(1), 0)
     private.all_reduce(dist.group.WORLD, torch.ones(1), dist.ReduceOp.SUM).wait()
     assert seen == ["allreduce", "broadcast", "allreduce"]
+
+
+def test_new_group_of() -> None:
+    names = set()
+    for _ in range(2):
+        before = private.new_group_of([0], "a test")
+        names.add(before.group_name)
+        assert before.size() == 1
+    assert len(names) == 2
+    one = private.new_group_of([0], "another").group_name
+    assert one == hashlib.sha1(b"another/[0]/1", usedforsecurity=False).hexdigest()
