@@ -34,13 +34,13 @@ class Together:
             made["steps"] += 1
             self._serials.append(made["steps"])
 
-    def agree(self, facts: dict[str, str], reasons: list[str]) -> list[str]:
-        """Compare what the step was made with; returns the reasons of all ranks against a program."""
+    def agree(self, facts: dict[str, str], reasons: list[str], about: str = "") -> list[str]:
+        """Compare what the step was made with; returns the reasons of all ranks against a program, or ``about``."""
         for wrapper, serial in zip(self._wrappers, self._serials, strict=True):
             watch = wrapper._peers.watch
             if watch.board is None:
                 continue
-            key, subject = f"train step {serial}", "runs the first step of a lockstep.TrainStep"
+            key, subject = f"train step {serial}{about and ' ' + about}", "runs the first step of a lockstep.TrainStep"
             told = watch.meet(key, subject, json.dumps([facts, reasons]), settings.agreement_timeout())
             everyones = {rank: json.loads(text) for rank, text in told.items()}
             for name in facts:
