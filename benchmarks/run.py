@@ -24,6 +24,7 @@ from per_parameter import hooks_per_parameter, wrap_time
 from ranks import RanksFailed
 from shard import shard_link
 from stamp import stamp
+from whole_step import whole_step
 
 CASES = {
     "eager_step": eager_step,
@@ -37,6 +38,7 @@ CASES = {
     "cold_start": cold_start,
     "before": before,
     "stamp": stamp,
+    "whole_step": whole_step,
     "import_time": import_time,
 }
 
