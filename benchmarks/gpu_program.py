@@ -122,6 +122,16 @@ CASES: dict[str, dict[str, Any]] = {
     "MLP, scaler that skips": {"scaler": "skips", "bits": True},
     "MLP, schedule": {"schedule": True, "bits": True},
     "MLP, average": {"average": 0.9, "bits": True},
+    "MLP, by bucket": {"by_bucket": True, "bits": True},
+    "MLP, by bucket, clip_value, schedule, average, collective forced": {
+        "by_bucket": True,
+        "clip_value": 0.001,
+        "schedule": True,
+        "average": 0.9,
+        "forced": True,
+        "bits": True,
+    },
+    "GPT, by bucket": {"model": "GPT", "by_bucket": True, "bits": True},
     "MLP, three shapes": {"shapes": True, "bits": True},
     "dropout": {"model": "dropout", "bits": True},
     "dropout, accumulate 4": {"model": "dropout", "accumulate": 4, "bits": True},
@@ -243,6 +253,7 @@ def run_case(
     average: float | None = None,
     shapes: bool = False,
     falls_back: bool = False,
+    by_bucket: bool = False,
 ) -> dict[str, Any]:
     import lockstep
 
@@ -282,6 +293,7 @@ def run_case(
             schedulers=schedulers,
             average=average,
             mode=mode,
+            by_bucket=by_bucket,
         )
         synchronize()
         end = {name: value.detach().clone() for name, value in module.state_dict().items()}
@@ -325,6 +337,7 @@ def hand_loop(
     schedulers: list[Any],
     average: float | None,
     mode: str,
+    by_bucket: bool,
 ) -> tuple[list[Tensor], dict[str, Tensor], str]:
     losses = []
     averages = {name: p.detach().clone() for name, p in module.named_parameters()} if average else {}
@@ -371,12 +384,20 @@ def train_step(
     schedulers: list[Any],
     average: float | None,
     mode: str,
+    by_bucket: bool,
     **options: Any,
 ) -> tuple[list[Tensor], dict[str, Tensor], str]:
     import lockstep
 
     step = lockstep.TrainStep(
-        called, optimizers, lambda m, b: m(b), scheduler=schedulers or None, average=average, mode=mode, **options
+        called,
+        optimizers,
+        lambda m, b: m(b),
+        scheduler=schedulers or None,
+        average=average,
+        mode=mode,
+        update_by_bucket=by_bucket,
+        **options,
     )
     losses = [step(batch) for batch in batches]
     averages = {}
@@ -401,7 +422,11 @@ SUBJECTS: dict[str, dict[str, Any]] = {
     "lockstep captured": {"wrap": True, "mode": "captured"},
     "lockstep captured, forced": {"wrap": True, "mode": "captured", "forced": True},
     "lockstep eager captured": {"wrap": True, "mode": "captured", "compiled": False},
+    "lockstep eager": {"wrap": True, "mode": "loop", "compiled": False},
+    "lockstep eager, by bucket": {"wrap": True, "mode": "loop", "compiled": False, "by_bucket": True},
+    "lockstep eager captured, by bucket": {"wrap": True, "mode": "captured", "compiled": False, "by_bucket": True},
 }
+MEMORY_ONLY = ("lockstep eager", "lockstep eager, by bucket", "lockstep eager captured, by bucket")
 
 
 class Subject:
@@ -416,6 +441,7 @@ class Subject:
         forced: bool = False,
         compiled: bool = True,
         compile_mode: str | None = None,
+        by_bucket: bool = False,
     ) -> None:
         import lockstep
 
@@ -432,7 +458,9 @@ class Subject:
             force_collective(model)
         self.model = torch.compile(model, mode=compile_mode) if compiled else model
         if mode:
-            self.step = lockstep.TrainStep(self.model, self.optimizer, _autocast_loss, mode=mode)
+            self.step = lockstep.TrainStep(
+                self.model, self.optimizer, _autocast_loss, mode=mode, update_by_bucket=by_bucket
+            )
         for _ in range(8):
             self.run()
         synchronize()

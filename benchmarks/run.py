@@ -26,6 +26,7 @@ from ranks import RanksFailed
 from shard import shard_cold, shard_link
 from stamp import stamp
 from watching import watching
+from whole_step import whole_step
 
 CASES = {
     "eager_step": eager_step,
@@ -42,6 +43,7 @@ CASES = {
     "before": before,
     "stamp": stamp,
     "watching": watching,
+    "whole_step": whole_step,
     "import_time": import_time,
 }
 

@@ -1,202 +1,206 @@
 """What a captured program knows of ranks: distributed values inside compiled models, each on two and three ranks.
 
-Values and gradients are those of the uncompiled module on every rank.  Where nothing in the program depends on the
-rank, all ranks have the same graph; where something does, ``lockstep.explain`` names the line that read it.
+Values and gradients are those of the uncompiled module on every rank, there is one graph, and it is the same on all
+ranks: a number that differs by rank is an input of it.  Where a rank shapes the graph, ``lockstep.explain`` names the
+line that read it.
 """
 
 from __future__ import annotations
 
 import copy
-import os
-from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
+from tests.multirank import rank_cases as cases
 from tests.multirank.harness import lockstep_only, run_ranks
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
 PRELOAD = ("torch._dynamo", "torch._functorch.aot_autograd", "torch.distributed.tensor")
 
-
-class Base(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.group: Any = dist.group.WORLD
-        self.mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("all",))
-        self.mine = dist.new_group([0])  # of which the other ranks are no members
-
-    def use(self, x: Tensor) -> Tensor:
-        return x
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.use(torch.tanh(self.linear(x)))
-
-
-class WorldSize(Base):
-    def use(self, x: Tensor) -> Tensor:
-        return x * dist.get_world_size() + self.group.size() + dist.get_world_size(self.group)
-
-
-class Backend(Base):
-    def use(self, x: Tensor) -> Tensor:
-        return x * 2 if dist.get_backend() == "gloo" else x
-
-
-class Available(Base):
-    def use(self, x: Tensor) -> Tensor:
-        return x * 3 if dist.is_available() and dist.is_initialized() else x
-
-
-class Ranks(Base):
-    def use(self, x: Tensor) -> Tensor:
-        return x * len(dist.get_process_group_ranks(self.group)) + dist.get_global_rank(self.group, 0)
-
-
-class Environment(Base):
-    def use(self, x: Tensor) -> Tensor:
-        return x * 5 if os.environ.get("LOCKSTEP_TEST_NOTHING") is None else x
-
-
-class MeshFacts(Base):
-    def use(self, x: Tensor) -> Tensor:
-        return x * self.mesh.size() + self.mesh.ndim
-
-
-class Placements(Base):
-    def use(self, x: Tensor) -> Tensor:
-        kinds = (Shard(0), Replicate(), Partial())
-        same = Shard(0) == kinds[0] and Replicate() == kinds[1] and Shard(0) != Shard(1)
-        return x * (kinds[0].dim + 2) if same and kinds[0].is_shard() else x
-
-
-class FunctionalSum(Base):
-    def use(self, x: Tensor) -> Tensor:
-        return x + functional.wait_tensor(functional.all_reduce(x.detach(), "sum", self.group))
-
-
-class FunctionalGather(Base):
-    def use(self, x: Tensor) -> Tensor:
-        return x + functional.all_gather_tensor(x.detach(), 0, self.group).sum(0)
-
-
-class LaterWait(Base):
-    def use(self, x: Tensor) -> Tensor:
-        pending = functional.all_reduce(x.detach(), "sum", dist.group.WORLD)
-        return torch.sin(x) + pending
-
-
-class FromLocal(Base):
-    def use(self, x: Tensor) -> Tensor:
-        whole = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
-        return (whole * 2).to_local(grad_placements=[Replicate()])
-
-
-class Redistribute(Base):
-    def use(self, x: Tensor) -> Tensor:
-        summed = DTensor.from_local(x.detach(), self.mesh, [Partial()], run_check=False).redistribute(
-            self.mesh, [Replicate()]
-        )
-        return x * summed.to_local()
-
-
-class ForwardHook(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear.register_forward_hook(lambda module, given, output: output * 2)
-
-
-class ReadsRank(Base):
-    def use(self, x: Tensor) -> Tensor:
-        return x * (1 + dist.get_rank())  # the line that is named
-
-
-class ReadsGroupRank(Base):
-    def use(self, x: Tensor) -> Tensor:
-        return x + self.group.rank()
-
-
-class ReadsCoordinate(Base):
-    def use(self, x: Tensor) -> Tensor:
-        return x + self.mesh.get_local_rank()
-
-
 SAME = (
-    WorldSize,
-    Backend,
-    Available,
-    Ranks,
-    Environment,
-    MeshFacts,
-    Placements,
-    FunctionalSum,
-    FunctionalGather,
-    LaterWait,
-    FromLocal,
-    Redistribute,
-    ForwardHook,
+    *("GroupSizes", "GroupAsArgument", "GroupFacts", "GroupName"),
+    *("MeshFacts", "SubMesh", "MeshGroup", "MeshComparison", "ChangedMesh", "Placements"),
+    *(
+        "FromLocal",
+        "Redistribute",
+        "GathersShards",
+        "DTensorInput",
+        "DTensorOutput",
+        "DTensorBuffer",
+        "DTensorParameter",
+    ),
+    *("FunctionalSums", "FunctionalOthers", "DifferentiableGather", "LaterWait", "InPlace", "InPlaceAsync"),
+    *("ForwardHooks", "Available", "Environment"),
 )
-OTHER = (ReadsRank, ReadsGroupRank, ReadsCoordinate)
+LIFTED = ("ReadsRank", "ReadsGroupRank", "ReadsNonMember", "ReadsLocalRank", "ReadsCoordinate")
+NAMED = ("BranchesOnRank", "BranchesOnMembership", "IndexesByRank")
+HOOKS = ("BackwardHooks", "ModelBackwardHooks", "TensorHook")
 
 
-def run_case(kinds: tuple[Callable[[], nn.Module], ...]) -> dict[str, Any]:
+def local(value: Any) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def steps(
+    name: str, model: Any, module: Any, plain_model: Any, plain: Any, *, num: int, compiled_backward: bool
+) -> None:
+    """Train both for some batches, and compare outputs and gradients."""
+    for index in range(num):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * index + dist.get_rank()))
+        ends = []
+        for called, inner in ((model, module), (plain_model, plain)):
+            inner.zero_grad()
+            around: Any = nullcontext()
+            if compiled_backward and called is model:
+                around = torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True))
+            with around:
+                output = called(*inner.inputs(x))
+                local(output).square().mean().backward()
+            ends.append((local(output).detach(), [local(p.grad).clone() for p in inner.parameters()]))
+        torch.testing.assert_close(ends[0][0], ends[1][0], msg=lambda text: f"{name}: {text}")
+        for mine, right in zip(ends[0][1], ends[1][1], strict=True):
+            torch.testing.assert_close(mine, right, msg=lambda text: f"{name}: {text}")
+
+
+def run_case(names: tuple[str, ...], compiled_backward: bool = False, fullgraph: bool = True) -> dict[str, Any]:
     import lockstep
 
     found: dict[str, Any] = {}
-    for kind in kinds:
+    for name in names:
         torch._dynamo.reset()
         torch.manual_seed(0)
-        module = kind()
-        plain = kind()
+        kind = getattr(cases, name)
+        module, plain = kind(), kind()
         plain.load_state_dict(copy.deepcopy(module.state_dict()))
         ddp, plain_ddp = lockstep.DDP(module), lockstep.DDP(plain)
-        model = torch.compile(ddp, backend="aot_eager", fullgraph=True)
-        for index in range(3):
-            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * index + dist.get_rank()))
-            ends = []
-            for called, inner in ((model, module), (plain_ddp, plain)):
-                inner.zero_grad()
-                output = called(x)
-                output.square().mean().backward()
-                ends.append((output.detach(), [p.grad.clone() for p in inner.parameters()]))
-            torch.testing.assert_close(ends[0][0], ends[1][0], msg=lambda text, k=kind: f"{k.__name__}: {text}")
-            for mine, right in zip(ends[0][1], ends[1][1], strict=True):
-                torch.testing.assert_close(mine, right, msg=lambda text, k=kind: f"{k.__name__}: {text}")
+        model = torch.compile(ddp, backend="aot_eager", fullgraph=fullgraph and not kind.breaks)
+        everything = (name, model, module, plain_ddp, plain)
+        steps(*everything, num=2, compiled_backward=compiled_backward)
+        module.touch()
+        plain.touch()
+        steps(*everything, num=1, compiled_backward=compiled_backward)
         dist.barrier()
         explanation = lockstep.explain(ddp)
-        name = kind.__name__  # type: ignore[attr-defined]
-        found[name] = (len(explanation.graphs), explanation.rank_is_baked_in_at, str(explanation))
+        num_after_change = 0
+        if kind.change is not None:
+            module.change()
+            plain.change()
+            steps(*everything, num=2, compiled_backward=compiled_backward)
+            num_after_change = len(lockstep.explain(ddp).graphs)
+        digests = tuple(graph.digest for graph in explanation.graphs)
+        found[name] = (digests, explanation.rank_is_baked_in_at, num_after_change, str(explanation))
     return found
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_values_that_are_the_same_on_all_ranks_make_the_same_graph(world: int) -> None:
-    for found in run_ranks(world, run_case, SAME, preload=PRELOAD):
-        assert {name: (graphs, places) for name, (graphs, places, _) in found.items()} == {
-            kind.__name__: (1, ()) for kind in SAME
-        }
+@pytest.mark.parametrize("names", [SAME[:12], SAME[12:], LIFTED], ids=["groups", "tensors", "ranks"])
+def test_all_ranks_have_the_same_graph(world: int, names: tuple[str, ...]) -> None:
+    everyones = run_ranks(world, run_case, names, preload=PRELOAD)
+    for found in everyones:
+        for name, (digests, places, num_after_change, _) in found.items():
+            assert (name, places) == (name, ())
+            assert len(digests) == 1 or getattr(cases, name).breaks, name
+            assert digests == everyones[0][name][0], name
+            assert num_after_change == (2 if getattr(cases, name).change is not None else 0), name
 
 
-def line_of(kind: type[nn.Module]) -> str:
+def line_of(name: str) -> str:
     import inspect
 
-    lines, first = inspect.getsourcelines(kind)
-    offset = next(index for index, line in enumerate(lines) if "return" in line)
-    return f"test_program_ranks.py:{first + offset}"
+    lines, first = inspect.getsourcelines(getattr(cases, name))
+    offset = next(index for index, line in enumerate(lines) if "# named" in line)
+    return f"rank_cases.py:{first + offset}"
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_rank_that_is_baked_in_is_named_with_its_line(world: int) -> None:
-    for found in run_ranks(world, run_case, OTHER, preload=PRELOAD):
-        for kind in OTHER:
-            graphs, places, text = found[kind.__name__]
-            assert graphs == 1
-            assert places == (line_of(kind),)
-            assert f"rank is baked in at {line_of(kind)}" in text
+def test_a_rank_that_shapes_the_graph_is_named_with_its_line(world: int) -> None:
+    for found in run_ranks(world, run_case, NAMED, preload=PRELOAD):
+        for name in NAMED:
+            digests, places, _, text = found[name]
+            assert len(digests) == 1
+            assert places == (line_of(name),)
+            assert f"rank is baked in at {line_of(name)}" in text
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_hooks_of_modules_and_tensors_with_compiled_autograd(world: int) -> None:
+    for found in run_ranks(world, run_case, HOOKS, True, preload=PRELOAD):
+        assert all(places == () for _, places, *_ in found.values())
+
+
+def test_hooks_of_modules_and_tensors_without_compiled_autograd() -> None:
+    run_ranks(2, run_case, HOOKS, False, False, preload=PRELOAD)
+
+
+# ---------------------------------------------------------------- in a whole step, and in a sharded model
+
+IN_STEPS = (
+    *("GroupSizes", "GroupFacts", "MeshFacts", "MeshGroup", "Placements", "FromLocal", "Redistribute"),
+    *("FunctionalSums", "LaterWait", "InPlace", "ForwardHooks", "Available", "Environment", "ReadsRank"),
+)
+IN_SHARDS = ("GroupFacts", "MeshGroup", "Placements", "FromLocal", "FunctionalSums", "ForwardHooks", "ReadsRank")
+
+
+def run_in_step(names: tuple[str, ...]) -> dict[str, Any]:
+    import lockstep
+    from lockstep import torch_private
+
+    torch_private.compile_program = lambda graph, *_: graph  # what is tested is the program, not the compiler
+    found: dict[str, Any] = {}
+    for name in names:
+        ends = []
+        for mode in ("loop", "graph"):
+            torch.manual_seed(0)
+            module = getattr(cases, name)()
+            model = lockstep.DDP(module)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            step = lockstep.TrainStep(model, optimizer, lambda m, batch: local(m(*batch)).square().mean(), mode=mode)
+            losses = []
+            for index in range(5):
+                x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * index + dist.get_rank()))
+                losses.append(step(module.inputs(x)))
+            ends.append([*losses, *(local(p.detach()) for p in module.parameters())])
+        dist.barrier()
+        for mine, right in zip(*ends, strict=True):
+            torch.testing.assert_close(mine, right, msg=lambda text, n=name: f"{n}: {text}")
+        explained = step.explain()
+        digests = [program.digest for program in getattr(step._runner, "programs", [])]
+        found[name] = (explained.num_program_calls, digests, str(explained))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_in_a_program_of_the_whole_step(world: int) -> None:
+    everyones = run_ranks(world, run_in_step, IN_STEPS, preload=PRELOAD)
+    for found in everyones:
+        for name, (num_calls, digests, text) in found.items():
+            # A collective in place is of C++, and no trace sees it: the loop runs.
+            assert num_calls == (0 if name == "InPlace" else 4), f"{name}: {text}"
+            if name.startswith("Reads"):
+                assert "rank is baked in at rank_cases.py:" in text
+            else:
+                assert digests == everyones[0][name][1], name
+
+
+def run_sharded(names: tuple[str, ...]) -> None:
+    import lockstep
+
+    for name in names:
+        torch._dynamo.reset()
+        pair = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            pair.append(lockstep.fully_shard(getattr(cases, name)()))
+        module, plain = pair
+        model = torch.compile(module, backend="aot_eager")
+        steps(name, model, module, plain, plain, num=3, compiled_backward=False)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_in_a_sharded_model(world: int) -> None:
+    run_ranks(world, run_sharded, IN_SHARDS, preload=PRELOAD)

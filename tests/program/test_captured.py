@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.program import captured as captured_file
 from lockstep.program.captured import WARMUP_CALLS
+from lockstep.program.options import Mode
 from tests.program.fakes import FakeMachine, captured_on_a_stand_in
 from tests.program.loops import (
     CASES,
@@ -424,3 +425,25 @@ def test_communication_hooks_that_keep_state_say_so() -> None:
     other = lockstep.DDP(Mlp())
     other.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
     assert "may keep state in Python" in _hook_reason(other)[0]
+
+
+# ---------------------------------------------------------------- updates bucket by bucket
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp, two optimizers", "clip_value", "schedule", "average", "cnn", "gpt"])
+def test_updates_bucket_by_bucket_have_the_result_of_the_loop(name: str) -> None:
+    case = CASES[name]
+    right = by_hand(case, set_up(case, one_bucket_each, FUSED[name]))
+    setup = set_up(case, one_bucket_each, FUSED[name])
+    step, machine = captured(case, setup, update_by_bucket=True)
+    step._choose_updates(Mode.CAPTURED)
+    found = by_step(case, setup, step)
+    assert_same(right, found)
+    assert machine.num_replays > 8
+    assert "bucket by bucket" in str(step.explain())
+    assert all(p.grad is None for p in setup.module.parameters())
+    assert setup.model.step.num_updates == setup.model.step.num_windows == 20
+
+
+def one_bucket_each(module: nn.Module) -> Any:
+    return lockstep.DDP(module, bucket_cap_mb=1e-5)

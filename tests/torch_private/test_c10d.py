@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from datetime import timedelta
 
 import pytest
@@ -83,3 +84,14 @@ def test_watch_collectives() -> None:
 def test_is_pretended() -> None:
     assert not private.is_pretended(dist.group.WORLD)
     # A group that does pretend is in test_artifacts.py, where there is no other.
+
+
+def test_new_group_of() -> None:
+    names = set()
+    for _ in range(2):
+        before = private.new_group_of([0], "a test")
+        names.add(before.group_name)
+        assert before.size() == 1
+    assert len(names) == 2
+    one = private.new_group_of([0], "another").group_name
+    assert one == hashlib.sha1(b"another/[0]/1", usedforsecurity=False).hexdigest()

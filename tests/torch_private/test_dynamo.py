@@ -281,3 +281,22 @@ def test_with_effects_in_trace() -> None:
     x = torch.ones(2, requires_grad=True)
     torch.compile(outer, backend="aot_eager", fullgraph=True)(x).sum().backward()
     assert values == {"x": None}
+
+
+def test_guard_on_groups() -> None:
+    private.guard_on_groups()
+
+    def times_size(x, group):
+        return x * torch.distributed.get_world_size(group)
+
+    num_graphs = []
+
+    def count(gm, inputs):
+        num_graphs.append(1)
+        return gm.forward
+
+    compiled = torch.compile(times_size, backend=count, fullgraph=True)
+    other = torch.distributed.new_group([0])
+    for group in (torch.distributed.group.WORLD, other, torch.distributed.group.WORLD):
+        assert compiled(torch.ones(1), group).item() == 1
+    assert len(num_graphs) == 2

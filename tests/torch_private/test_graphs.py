@@ -81,3 +81,24 @@ def test_sets_grad_mode() -> None:
 def test_graph_input_name() -> None:
     graph = traced(lambda rows: rows + 1)
     assert [private.graph_input_name(node) for node in graph.find_nodes(op="placeholder")] == ["rows"]
+
+
+def test_new_graph_input() -> None:
+    compiled = []
+
+    def backend(gm, inputs):
+        product = next(node for node in gm.graph.nodes if node.op == "call_function")
+        node = private.new_graph_input(gm, "number", torch.tensor(3), like=product.meta["example_value"])
+        product.update_arg(1, node)
+        gm.recompile()
+        run = private.aot_backend({"fw_compiler": lambda g, _: g})(gm, [*inputs, torch.tensor(3)])
+        product.update_arg(1, 2)
+        gm.graph.erase_node(node)
+        gm.recompile()
+        compiled.append(run)
+        return lambda *args: run(*args, torch.tensor(3))
+
+    torch._dynamo.reset()
+    double = torch.compile(lambda x: x * 2, backend=backend)
+    assert double(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert len(compiled) == 1

@@ -27,6 +27,7 @@ def activate() -> None:
     module_watch.start()
     torch_private.register_backend(lockstep_backend, "lockstep")
     torch_private.stand_in_for_ddp_optimizer(_graph_dispatcher, dispatch.any_alive)
+    torch_private.guard_on_groups()
     compiled_autograd.start()
     meeting.start()
     _is_active = True

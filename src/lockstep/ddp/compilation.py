@@ -28,6 +28,7 @@ from lockstep.engine.states import State
 from lockstep.engine.step import SyncStep
 from lockstep.graph.backend import OverlapCompiler
 from lockstep.graph.explain import Explanation, explain_graphs
+from lockstep.graph.numbers import RankNumbers
 from lockstep.graph.pace import measure_flops_per_second, pace_of, ready_order
 from lockstep.plan import BucketCaps, Plan
 from lockstep.plan.build import plan_from_groups
@@ -86,6 +87,7 @@ class Compilation:
         self._link: LinkModel | None = None
         self._has_asked = self._all_compile = False
         self._has_settled = False
+        self._numbers = RankNumbers(peers.board, self._are_together)
         self.explains_when_settled = False
         self._num_graphs_seen = self._num_graphs_checked = -1
         self._num_passes_to_check = 0
@@ -190,7 +192,13 @@ class Compilation:
             self._caps,
             settle_plan=self._settle_plan,
             board=self._peers.board,
+            numbers=self._numbers,
         )
+
+    def _are_together(self) -> bool:
+        """Whether all ranks are in their first forward, and compile it."""
+        is_first = not self._step.num_windows and self._step.state is State.IDLE and not torch_private.in_backward()
+        return is_first and self._all_compile and not self._uneven.is_on
 
     def _settle_plan(
         self, gm: fx.GraphModule, slots: dict[int, Slot], split_groups: Sequence[Sequence[str]] | None

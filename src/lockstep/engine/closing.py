@@ -41,7 +41,7 @@ class Closing:
         else:
             self._collect_all(self._remaining(bits))
         self._waited_before = reducer.timeline.waited_seconds
-        if any(self._marks) or reducer.finiteness.is_episode:
+        if not self.is_compared and (any(self._marks) or reducer.finiteness.is_episode):
             reducer.finiteness.judge(self._marks, reducer.transport, reducer.timeline.step, reducer.buckets)
             if self._step.intake.context_gradients is None:
                 reducer.finiteness.drop(reducer.slots)

@@ -59,6 +59,11 @@ class GradMemory:
             if self.ownership is GradOwnership.ALIAS:
                 self.ownership = GradOwnership.OWN
 
+    @property
+    def frees_gradients(self) -> bool:
+        """Whether a gradient that is dropped from ``.grad`` is gone."""
+        return self.ownership is not GradOwnership.PERSISTENT and not self.keeps_buffers and not self.is_shared
+
     # ---------------------------------------------------------------- into the buffer, one by one
 
     def stage(self, slot: Slot, gradient: Tensor | None, scale: float) -> None:

@@ -50,6 +50,7 @@ class Finiteness:
         self.drops = False  # the gradients of this window are not to be used
         self.is_episode = False
         self._bad: list[int] = []  # buckets of this window in which this rank saw it
+        self._late: tuple[int, list[int]] | None = None  # of an earlier window, which nobody told yet
         self._sums: Tensor | None = None  # of this window, on the device
         self._captured: Tensor | None = None  # where captured programs write theirs
         self._pending: deque[tuple[int, Tensor, Any]] = deque()  # window, sums on the host, the event they come with
@@ -97,10 +98,18 @@ class Finiteness:
         if self._captured is not None:
             self._queue(window, self._captured)
 
+    def tell_later(self, window: int) -> None:
+        """The window that just ended was compared before it began: what was seen in it is told with the next one."""
+        if self._bad:
+            self._late, self._bad = (window, self._bad), []
+
     def mark(self, window: int) -> int:
         """What this rank tells the others at the end of a window: a number, 0 where there is nothing to tell."""
         bad, lag = self._bad, 0
         self._bad = []
+        if self._late is not None:
+            bad, lag = self._late[1], max(0, window - self._late[0])
+            self._late = None
         if self._sums is not None or self._pending:
             bad, lag = self._read_device(window, bad)
         if not bad:

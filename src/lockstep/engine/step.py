@@ -88,6 +88,8 @@ class SyncStep:
         self.static = StaticGraph()
         # Moments that others take part in: optimizers in the backward, mixed precision, logging.
         self.after_bucket: Callable[[LiveBucket], None] | None = None
+        # With it: how many younger buckets must have left before one is waited for; None: as soon as it has landed.
+        self.num_buckets_behind: int | None = None
         self.before_hand_out: Callable[[], None] | None = None
         self.after_pass: Callable[[], None] | None = None
         self.on_error: Callable[[Exception], None] | None = None
@@ -271,13 +273,19 @@ class SyncStep:
         intake = self.intake
         self.reducer.launch(bucket, intake.gradients_of(bucket), takes=intake.context_gradients is None)
         waits = self.finds_unused or self.static.is_on or intake.brought or self.reducer.finiteness.waits
-        if self.after_bucket is not None and not waits:
+        if self.after_bucket is not None and not waits and not self._in_graph():
             self._collect_landed(bucket)
+
+    def _in_graph(self) -> bool:
+        """Whether a compiled backward delivers in this pass: it may read parameters after their gradients are made."""
+        return any(bucket.left_in_graph or bucket.num_due for bucket in self.reducer.buckets)
 
     def _collect_landed(self, newest: LiveBucket) -> None:
         """With an optimizer in the backward, buckets that have arrived are used, and freed, while it goes on."""
-        for bucket in self.reducer.buckets[: newest.index]:
-            if bucket.flight is not None and bucket.flight.is_done():
+        behind = self.num_buckets_behind
+        for bucket in self.reducer.buckets[: newest.index if behind is None else max(0, newest.index + 1 - behind)]:
+            # A GPU that records a program cannot be asked; it waits on its stream, when there is hardly a wait left.
+            if bucket.flight is not None and (behind is not None or bucket.flight.is_done()):
                 self.closing.collect(bucket, None)
 
     # ---------------------------------------------------------------- a pass ends

@@ -28,8 +28,9 @@ from lockstep.engine.feeders.graph import Region
 from lockstep.engine.registry import slot_of
 from lockstep.engine.step import SyncStep
 from lockstep.graph import joint, tuning
-from lockstep.graph.compare import compare, describe_graph, differing_places
+from lockstep.graph.compare import compare, describe_graph, differing_places, graph_digest
 from lockstep.graph.joint import GraphRecord, Group, Member
+from lockstep.graph.numbers import RankNumbers
 from lockstep.graph.split import SplitOptimizer
 from lockstep.graph.turns import take_turn
 from lockstep.plan import BucketCaps
@@ -52,8 +53,10 @@ class OverlapCompiler:
         *,
         settle_plan: Callable[[fx.GraphModule, dict[int, Slot], list[list[str]] | None], None] | None = None,
         board: Board | None = None,
+        numbers: RankNumbers | None = None,
     ) -> None:
         self._step = step
+        self._numbers = numbers
         self._graphs = graphs
         self._backend = backend
         self._strategy = strategy
@@ -85,8 +88,19 @@ class OverlapCompiler:
         if self._settle_plan is not None:
             self._settle_plan(gm, slots, None)
         record.groups, record.left_out = find_groups(self._step, slots)
+        taken = self._numbers.take_out(gm) if self._numbers is not None else None
         self._compare(gm, inputs, slots, record)
-        compiled = compile_graph(gm, inputs, record, self._around, **options)
+        compiled = None
+        if taken is not None:
+            try:
+                compiled = taken.around(compile_graph(gm, [*inputs, *taken.tensors], record, self._around, **options))
+            except Exception:
+                logger.debug("A graph is compiled with the numbers of its rank after all", exc_info=True)
+                record.groups, record.left_out = find_groups(self._step, slots)
+            finally:
+                taken.put_back()  # dynamo goes on with the graph, and knows nothing of these inputs
+        if compiled is None:
+            compiled = compile_graph(gm, inputs, record, self._around, **options)
         return Region(compiled, record.input_groups())
 
     def _compare(self, gm: fx.GraphModule, inputs: Sequence[Any], slots: dict[int, Slot], record: GraphRecord) -> None:
@@ -102,6 +116,7 @@ class OverlapCompiler:
             backend=str(getattr(backend, "__name__", type(backend).__name__)),
             settings=f"overlap {record.strategy} {record.key()}, options {sorted(options.items())}",
         )
+        record.digest = graph_digest(facts)
         key = compare(self._board, record.region, facts)
         board = self._board
         record.differing_places = lambda: differing_places(board, key, facts)

@@ -23,7 +23,7 @@ from lockstep.errors import rank_table
 
 logger = logging.getLogger("lockstep")
 
-_OF_THIS_PROCESS = re.compile(r" at 0x[0-9a-fA-F]+|(?<=[a-z]):\d+|, index=\d+|(kernel|constant_args)_idx: \d+")
+OF_THIS_PROCESS = re.compile(r" at 0x[0-9a-fA-F]+|(?<=[a-z]):\d+|, index=\d+|(kernel|constant_args)_idx: \d+")
 _ALL = "constants or the order of operations"  # differs where anything does, and is told where nothing else does
 _REASON = "compiled again because"
 _BAKED = "numbers of the host at "  # and the place in the program that put them into the graph
@@ -39,7 +39,7 @@ def describe_graph(gm: fx.GraphModule, inputs: Sequence[Any], names: Mapping[int
     facts, parameters, exact = {}, {}, [str(settings)]
     for index, (node, given) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=False)):
         value = node.meta.get("example_value", given)
-        exact.append(f"{names.get(index, '')} {_exact(value)}")
+        exact.append(f"{names.get(index, '')} {exact_input(value)}")
         if index in names:
             parameters[f"parameter {names[index]}"] = "used"
         elif isinstance(value, Tensor):
@@ -49,8 +49,8 @@ def describe_graph(gm: fx.GraphModule, inputs: Sequence[Any], names: Mapping[int
     facts |= baked_numbers(gm)
     facts |= parameters | {f"operation {name}": f"{times} times" for name, times in counts.items()}
     exact += [str(module.graph) for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    text = _OF_THIS_PROCESS.sub("", "\n".join(exact))
-    facts |= {key: _OF_THIS_PROCESS.sub("", value) for key, value in settings.items()}
+    text = OF_THIS_PROCESS.sub("", "\n".join(exact))
+    facts |= {key: OF_THIS_PROCESS.sub("", value) for key, value in settings.items()}
     facts[_ALL] = f"graph {hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
     facts[_REASON] = torch_private.recompile_reason()
     return facts
@@ -69,7 +69,7 @@ def baked_numbers(gm: fx.GraphModule, otherwise: str = "") -> Facts:
             if place and node.op.startswith("call_"):
                 name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
                 shown = [str(a) for a in (*node.args, *node.kwargs.values()) if not isinstance(a, fx.Node)]
-                numbers = [_OF_THIS_PROCESS.sub("", text) for text in shown]
+                numbers = [OF_THIS_PROCESS.sub("", text) for text in shown]
                 found.setdefault(place, []).append(f"{name}({', '.join(numbers)})")
     return {_BAKED + place: " ".join(calls) for place, calls in found.items()}
 
@@ -84,9 +84,14 @@ def describe_program(gm: fx.GraphModule, inputs: str, loss: Any) -> Facts:
     return {"input batch": inputs, **baked_numbers(gm, place), _ALL: f"graph {digest_of(gm)}", _REASON: ""}
 
 
+def graph_digest(facts: Facts) -> str:
+    """What stands for all of a graph in its facts."""
+    return facts[_ALL].removeprefix("graph ")
+
+
 def digest_of(gm: fx.GraphModule) -> str:
     """Stands for all of a graph, without what only its own process has."""
-    return hashlib.sha256(_OF_THIS_PROCESS.sub("", str(gm.graph)).encode()).hexdigest()
+    return hashlib.sha256(OF_THIS_PROCESS.sub("", str(gm.graph)).encode()).hexdigest()
 
 
 def place_of(node: fx.Node) -> str:
@@ -120,7 +125,8 @@ def _readable(value: Tensor) -> str:
     return f"[{', '.join(sizes)}] {str(value.dtype).removeprefix('torch.')}"
 
 
-def _exact(value: Any) -> str:
+def exact_input(value: Any) -> str:
+    """All that a graph knows of an input, without what only this process has."""
     if not isinstance(value, Tensor):
         return str(value) if isinstance(value, torch.SymInt | torch.SymFloat) else type(value).__name__
     layout = value.stride() if value.layout == torch.strided else value.layout

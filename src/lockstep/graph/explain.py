@@ -38,6 +38,7 @@ class CompiledGraph:
     strategy: str
     num_backward_nodes: int
     launches: tuple[LaunchFacts, ...]
+    digest: str = ""  # equal on ranks that compile the same graph; empty where a rank is alone
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def _described(record: GraphRecord, buckets: Sequence[LiveBucket]) -> CompiledGr
                 "the plan has changed since" if bucket is None else bucket.left_because,
             )
         )
-    return CompiledGraph(record.region, record.strategy, record.num_backward_nodes, tuple(launches))
+    return CompiledGraph(record.region, record.strategy, record.num_backward_nodes, tuple(launches), record.digest)
 
 
 def _shared_graphs(graphs: Sequence[CompiledGraph], buckets: Sequence[LiveBucket]) -> Iterator[CompiledGraph]:

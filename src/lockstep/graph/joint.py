@@ -64,6 +64,7 @@ class GraphRecord:
     left_out: dict[str, str] = field(default_factory=dict)  # parameter name -> why hooks reduce it
     placements: list[Placement] = field(default_factory=list)
     num_backward_nodes: int = 0
+    digest: str = ""  # of what dynamo traced: equal on ranks that compile the same
     differing_places: Callable[[], list[str]] = list  # where other ranks have other numbers in this graph
 
     def key(self) -> str:

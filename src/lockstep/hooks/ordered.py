@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from lockstep import torch_private
+
 
 class OrderedLaunches:
     """Starts launches in the order of their tickets (0, 1, 2, ...), whichever is ready first."""
@@ -43,6 +45,7 @@ def new_private_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     point.
     """
     ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
-    private = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=True)
+    name = torch_private.default_group().group_name if group is None else group.group_name
+    private = torch_private.new_group_of(ranks, f"twin of {name}", backend=dist.get_backend(group))
     assert isinstance(private, dist.ProcessGroup), "only a member of the group asks for its twin"
     return private

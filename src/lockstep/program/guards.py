@@ -8,6 +8,7 @@ before and after.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections.abc import Hashable, Sequence
@@ -48,6 +49,22 @@ class ModuleGuard:
         return [shown for (_, _, shown), old, new in pairs if old is not new and old != new]
 
 
+class Environment:
+    """The variables of the environment, which a forward may read: another set of them means another program."""
+
+    def __init__(self) -> None:
+        self._raw: dict[Any, Any] = {}
+        self._value: frozenset[tuple[Any, Any]] = frozenset()
+
+    def value(self) -> frozenset[tuple[Any, Any]]:
+        """All of them as they are now; comparing what lies below ``os.environ`` costs a microsecond."""
+        now = getattr(os.environ, "_data", os.environ)
+        if now != self._raw:
+            self._raw = dict(now)
+            self._value = frozenset(self._raw.items())
+        return self._value
+
+
 class Surroundings:
     """All that a program was made for and does not ask again: numbers of modules, what else Python holds, hooks."""
 
@@ -55,11 +72,12 @@ class Surroundings:
         self._recipe = recipe
         self.numbers = ModuleGuard(recipe.options.model)
         self._world = World(recipe.options.model, recipe.options.loss)
+        self._environment = Environment()
         self._num_ours = 1 if recipe.parallel.wrappers else 0
 
     def values(self) -> tuple[Any, ...]:
         """All of it as it is now; another value means another program."""
-        return (self.numbers.values(), self._world.values(), self._hooks())
+        return (self.numbers.values(), self._world.values(), self._hooks(), self._environment.value())
 
     def changed(self, before: tuple[Any, ...]) -> str:
         """Say what a step has changed by itself, which no program can follow; empty if nothing."""

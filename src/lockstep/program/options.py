@@ -39,6 +39,7 @@ class Options:
     average: Any
     mode: Mode
     max_programs: int
+    update_by_bucket: bool
 
     @property
     def scales(self) -> bool:
@@ -67,6 +68,7 @@ def check_options(
     average: Any,
     mode: Any,
     max_programs: Any,
+    update_by_bucket: Any,
 ) -> Options:
     """Make the options of what a user gave, or say what is wrong with it."""
     if not isinstance(model, nn.Module):
@@ -91,6 +93,7 @@ def check_options(
         average=_average(average),
         mode=Mode(mode),
         max_programs=_count("max_programs", max_programs),
+        update_by_bucket=_flag("update_by_bucket", update_by_bucket),
     )
 
 
@@ -100,6 +103,12 @@ def _positive(name: str, value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise ValueError(f"{name} must be a number above 0 or None, got {value!r}.")
     return float(value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}.")
+    return value
 
 
 def _count(name: str, value: Any) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lockstep.program.averaging import WeightAverage
 from lockstep.program.batch import map_tensors
+from lockstep.program.by_bucket import BucketUpdates
 from lockstep.program.options import Options
 from lockstep.program.parts import Parallel
 
@@ -33,6 +34,7 @@ class Recipe:
         self.grad_norm: Tensor | None = None  # of the last update, before it was clipped
         self.compute: Callable[[Any], Any] = self._compute  # what is compiled, where something is
         self._device = parallel.device
+        self.by_bucket: BucketUpdates | None = None  # where updates are made bucket by bucket
 
     def follow_optimizers(self) -> None:
         """Before a window: take up parameters that have come to an optimizer since the last one."""
@@ -64,18 +66,21 @@ class Recipe:
             result = self.compute(batch)
             loss = loss_of(result)
             share = loss / options.accumulate if options.accumulate > 1 else loss
-            (options.scaler.scale(share) if options.scales else share).backward()
+            with self.by_bucket.in_backward() if self.by_bucket is not None else nullcontext():
+                (options.scaler.scale(share) if options.scales else share).backward()
         return map_tensors(result, Tensor.detach)
 
     def update(self) -> None:
-        """Use the gradients, which are whole and reduced now."""
+        """Use the gradients, which are whole and reduced now; of parameters that were updated there are none left."""
         options = self.options
         if options.scales and (options.clip_norm is not None or options.clip_value is not None):
             for optimizer in options.optimizers:
                 options.scaler.unscale_(optimizer)
         if options.clip_norm is not None:
             self.grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, options.clip_norm)
-        elif options.clip_value is not None:
+        elif options.clip_value is not None and (
+            self.by_bucket is None or any(p.grad is not None for p in self.parameters)
+        ):
             torch.nn.utils.clip_grad_value_(self.parameters, options.clip_value)
         for optimizer in options.optimizers:
             options.scaler.step(optimizer) if options.scales else optimizer.step()

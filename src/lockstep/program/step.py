@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lockstep import torch_private
 from lockstep.program import loading, precompiling
+from lockstep.program.by_bucket import BucketUpdates, why_not_by_bucket
 from lockstep.program.captured import Captured
 from lockstep.program.cuda import CudaMachine
 from lockstep.program.facts import facts_of
@@ -47,6 +48,8 @@ class TrainStep:
         average: the decay of an exponential average of the weights (``averaged_state_dict``), or an ``AveragedModel``.
         mode: ``"loop"``, ``"compiled"``, ``"graph"``, ``"captured"``, or ``"auto"``, which captures where it can.
         max_programs: how many programs are made at most, for batches of different shapes.
+        update_by_bucket: update a bucket's parameters as soon as it is reduced, where the optimizer allows it, so that
+            gradients need not all exist at once.
 
     A call returns what ``loss`` returned, detached.  Tensors in a batch are moved to the model's device.
     """
@@ -65,6 +68,7 @@ class TrainStep:
         average: Any = None,
         mode: str = "auto",
         max_programs: int = 8,
+        update_by_bucket: bool = False,
     ) -> None:
         self._options = options = check_options(
             model,
@@ -78,6 +82,7 @@ class TrainStep:
             average=average,
             mode=mode,
             max_programs=max_programs,
+            update_by_bucket=update_by_bucket,
         )
         self._parallel = Parallel(model)
         self._loading = Loading(loading.source_for_next_step(), self._parallel)
@@ -137,7 +142,7 @@ class TrainStep:
             reasons = [JOINED] if asked in (Mode.CAPTURED, Mode.AUTO, Mode.GRAPH) else []
         else:
             found = self._loading.look(self._artifact_facts()) if self._loading.is_wanted else ""
-            reasons = self._together.agree(_facts(options), reasons, found)
+            reasons = self._together.agree(_facts(options), reasons, word=found)
             if came := self._loading.decide(self._together.words):
                 self._record.note(came)
         for reason in reasons:
@@ -148,7 +153,25 @@ class TrainStep:
         elif reasons:
             chosen = Mode.LOOP
         self._record.runs = _WORDS[chosen]
+        self._choose_updates(chosen)
         return self._runner_of(chosen)
+
+    def _choose_updates(self, chosen: Mode) -> None:
+        """Whether parameters are updated bucket by bucket; all ranks must come to the same."""
+        options = self._options
+        if not options.update_by_bucket:
+            return
+        if chosen is Mode.GRAPH:
+            reasons = ["in one compiled program the compiler decides when"]
+        else:
+            reasons = [JOINED] if self._parallel.is_joined else why_not_by_bucket(options, self._parallel)
+        if not self._parallel.is_joined:
+            reasons = self._together.agree({}, reasons, about="updates")
+        if reasons:
+            self._record.note(f"all gradients exist before the update, because {reasons[0]}")
+        else:
+            self._record.note("parameters are updated bucket by bucket, inside the backward")
+            self._recipe.by_bucket = BucketUpdates(options, self._parallel)
 
     def _runner_of(self, chosen: Mode) -> _Loop | Captured | Whole:
         if chosen is Mode.CAPTURED:
@@ -164,7 +187,7 @@ class TrainStep:
                 return loss(model, batch)
 
             self._recipe.compute = torch.compile(torch_private.own_code(compute))
-        return _Loop(self._recipe, self._record)
+        return _Loop(self._recipe, self._record, self._together)
 
     def explain(self) -> StepExplanation:
         """Say which mode runs, why, and what was made so far; after a step or two there is most to say."""
@@ -267,13 +290,28 @@ def load_step(
 class _Loop:
     """The plain loop."""
 
-    def __init__(self, recipe: Recipe, record: Record) -> None:
+    def __init__(self, recipe: Recipe, record: Record, together: Together) -> None:
         self._recipe = recipe
         self._record = record
+        self._together = together
 
     def micro(self, batch: Any, index: int, *, is_last: bool) -> Any:
+        recipe = self._recipe
         if index == 0:
-            self._recipe.begin()
+            recipe.begin()
+        if recipe.by_bucket is not None and recipe.parallel.is_joined:
+            self._record.note("all gradients exist before the update from now on: " + JOINED)
+            recipe.by_bucket = None
+        if recipe.by_bucket is None:
+            return self._walk(batch, is_last)
+        self._together.all_can(True, index)  # compares; see by_bucket.py, [Note: compared before]
+        with self._together.compared():
+            result = self._walk(batch, is_last)
+        for wrapper in recipe.parallel.wrappers:
+            wrapper.step.reducer.finiteness.tell_later(wrapper.step.num_windows - 1)
+        return result
+
+    def _walk(self, batch: Any, is_last: bool) -> Any:
         result = self._recipe.micro(self._recipe.moved(batch), is_last=is_last)
         if is_last:
             self._recipe.update()
@@ -293,4 +331,5 @@ def _facts(options: Options) -> dict[str, str]:
         "optimizers": ", ".join(type(o).__name__ for o in options.optimizers),
         "schedulers": ", ".join(type(s).__name__ for s in options.schedulers),
         "max_programs": str(options.max_programs),
+        "update_by_bucket": str(options.update_by_bucket),
     }

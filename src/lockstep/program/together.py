@@ -46,8 +46,8 @@ class Together:
             made["steps"] += 1
             self._serials.append(made["steps"])
 
-    def agree(self, facts: dict[str, str], reasons: list[str], word: str = "") -> list[str]:
-        """Compare what the step was made with; returns the reasons of all ranks against a program.
+    def agree(self, facts: dict[str, str], reasons: list[str], *, word: str = "", about: str = "") -> list[str]:
+        """Compare what the step was made with; returns the reasons of all ranks against a program, or ``about``.
 
         ``word`` goes with it, and is in ``words`` afterwards with those of the others.
         """
@@ -57,10 +57,11 @@ class Together:
         for watch, serial in [*watches, *((watch, 1) for watch in map(watch_of_shards, self._sharded))]:
             if watch.board is None:
                 continue
-            key, subject = f"train step {serial}", "runs the first step of a lockstep.TrainStep"
+            key, subject = f"train step {serial}{about and ' ' + about}", "runs the first step of a lockstep.TrainStep"
             told = watch.meet(key, subject, json.dumps([facts, reasons, word]), settings.agreement_timeout())
             everyones = {rank: json.loads(text) for rank, text in watch.by_global(told).items()}
-            self.words = {rank: theirs for rank, (_, _, theirs) in everyones.items()}
+            if not about:
+                self.words = {rank: theirs for rank, (_, _, theirs) in everyones.items()}
             for name in facts:
                 values = {rank: str(theirs.get(name)) for rank, (theirs, _, _) in everyones.items()}
                 if len(set(values.values())) > 1:

@@ -88,7 +88,8 @@ class Whole:
         # All or none: a program rounds an update in other places than the loop, and ranks would drift apart by that.
         if not self._together.all_can(program is not None, index) or program is None:
             return self._loop(tree, index, is_last, key)
-        return self._run(program, batch, index, is_last)
+        with self._together.compared():  # just now: the end of the window needs no exchange of its own
+            return self._run(program, batch, index, is_last)
 
     def _key(self, batch: Batch, index: int, is_last: bool) -> Hashable:
         recipe = self._recipe
@@ -231,6 +232,8 @@ class Whole:
                 wrapper._post_forward(())
         if self._delivery is None or not self._delivery.is_needed or not is_last:
             note_replay(recipe.parallel, is_last=is_last)
+        elif wrappers:
+            wrappers[0].step.reducer.finiteness.tell_later(wrappers[0].step.num_windows - 1)
         program.num_runs += 1
         self._record.num_graph_calls += 1
         if is_last and program.whole.has_norm:

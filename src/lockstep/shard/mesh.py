@@ -145,7 +145,8 @@ def _group_beside(mesh: ShardMesh, known: weakref.WeakKeyDictionary[Any, Any]) -
     if group is None:
         ranks = dist.get_process_group_ranks(shard_group)
         is_alone = mesh.world == 1
-        group = shard_group if is_alone else dist.new_group(ranks, use_local_synchronization=True)
+        name = f"beside {shard_group.group_name}"
+        group = shard_group if is_alone else torch_private.new_group_of(ranks, name)
         known[shard_group] = group
     return group
 
@@ -160,7 +161,7 @@ def whole_group(mesh: ShardMesh) -> Any:
         return default
     key = (id(default), *sorted(ranks))
     if key not in _whole_groups:
-        _whole_groups[key] = dist.new_group(sorted(ranks), use_local_synchronization=True)
+        _whole_groups[key] = torch_private.new_group_of(sorted(ranks), "a whole mesh")
     return _whole_groups[key]
 
 
@@ -181,7 +182,8 @@ class Links:
         if self._keepers is None:
             ranks = dist.get_process_group_ranks(self.mesh.shard_group)
             first = self.mesh.rank // num * num
-            group = dist.new_group(ranks[first : first + num], use_local_synchronization=True)
+            name = f"neighbours in {self.mesh.shard_group.group_name}"
+            group = torch_private.new_group_of(ranks[first : first + num], name)
             self._keepers = Transport(group, self._watch)
         return self._keepers
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
+from collections import Counter
 from collections.abc import Callable, Container
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as distributed_c10d
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed.distributed_c10d import (
     AllreduceOptions,
@@ -28,6 +31,7 @@ __all__ = [
     "host_group",
     "is_pretended",
     "living_groups",
+    "new_group_of",
     "rank_not_in_group",
     "registered_groups",
     "watch_collectives",
@@ -40,6 +44,7 @@ default_store: Callable[[], Any] = _get_default_store
 rank_not_in_group: Callable[[Any], bool] = _rank_not_in_group
 
 _options: dict[Any, Any] = {}
+_num_made: weakref.WeakKeyDictionary[Any, Counter[Any]] = weakref.WeakKeyDictionary()
 
 
 def all_reduce(process_group: Any, tensor: torch.Tensor, op: Any) -> Any:
@@ -54,6 +59,24 @@ def all_reduce(process_group: Any, tensor: torch.Tensor, op: Any) -> Any:
         options.asyncOp = True
         _options[op] = options
     return process_group.allreduce([tensor], options)
+
+
+def new_group_of(ranks: list[int], name: str, **options: Any) -> Any:
+    """A group that only its members make, under a name that they have in common.
+
+    torch names such a group by how many groups this process is in.  Ranks that are in more groups than others then wait
+    for each other under different names, for ever.
+    """
+    made = _num_made.setdefault(default_group(), Counter())  # of this world: another one begins anew
+    made[name, *ranks] += 1
+    times = made[name, *ranks]
+    digest = hashlib.sha1(f"{name}/{ranks}/{times}".encode(), usedforsecurity=False).hexdigest()
+    original = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda ranks: digest
+    try:
+        return dist.new_group(ranks, use_local_synchronization=True, **options)
+    finally:
+        distributed_c10d._hash_ranks_to_str = original
 
 
 def backend_name(process_group: Any, device: torch.device) -> str:

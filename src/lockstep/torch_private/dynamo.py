@@ -15,6 +15,7 @@ __all__ = [
     "compiler_is_off",
     "compiler_is_watching",
     "frame_without_compiler",
+    "guard_on_groups",
     "hands_over_graphs",
     "has_compiled_code",
     "in_compiled_backward",
@@ -149,6 +150,25 @@ def stand_in_for_ddp_optimizer(make: Callable[..., Any | None], is_wanted: Calla
         return cls._active_ddp_module or (no_wrapper if is_wanted() else None)
 
     wrapper._get_active_ddp_module = classmethod(_get_active_ddp_module)
+
+
+def guard_on_groups() -> None:
+    """Let a graph that read the size or the rank of a process group be made again for another group.
+
+    What dynamo reads of a group stands in the graph as a number, and it guards on nothing of it: a module that is given
+    another group goes on with the numbers of the first.  Older versions guard on the group itself.
+    """
+    try:
+        from torch._library.opaque_object import get_opaque_obj_info
+    except ImportError:
+        return
+    known = get_opaque_obj_info(torch.distributed.ProcessGroup)
+    if known is not None and known.guard_fn is None:
+        known.guard_fn = _facts_of_group
+
+
+def _facts_of_group(group: Any) -> list[Any]:
+    return [group.group_name, group.size(), group.rank()]
 
 
 def at_end_of_compiled_backward(function: Callable[[], None]) -> None:

@@ -15,6 +15,7 @@ __all__ = [
     "exits_autocast",
     "gradient_positions",
     "graph_input_name",
+    "new_graph_input",
     "node_flops",
     "plain_inputs",
     "sets_grad_mode",
@@ -50,6 +51,20 @@ def copy_node_origin(source: Any, target: Any) -> None:
     for key in ("stack_trace", "seq_nr", "partitioner_tag", "nn_module_stack", "autograd_backward"):
         if key in source.meta:
             target.meta[key] = source.meta[key]
+
+
+def new_graph_input(gm: Any, name: str, tensor: torch.Tensor, like: torch.Tensor) -> Any:
+    """Give a graph that dynamo traced one more input, the last; ``like`` is a tensor of its trace.
+
+    What compiles such a graph asks every input for its source in the user's program, and for a tensor without values.
+    """
+    last = list(gm.graph.find_nodes(op="placeholder"))
+    before = last[-1].next if last else next(iter(gm.graph.nodes))
+    with gm.graph.inserting_before(before):
+        node = gm.graph.placeholder(name)
+    node._dynamo_source = None
+    node.meta["example_value"] = like.fake_mode.from_tensor(tensor)  # type: ignore[attr-defined]
+    return node
 
 
 def size_hint(size: Any) -> int:
