@@ -80,7 +80,7 @@ SCENARIOS: dict[str, tuple[Mix, tuple[str, ...]]] = {
 
 
 def count_launches(name: str, mode: str) -> tuple[int, int, list[str]]:
-    """How many buckets left inside a backward in the last of four steps, how many had to, and what was left to hooks."""
+    """How many buckets left inside a backward in the last step, how many had to, and what was left to hooks."""
     import lockstep
 
     mix = SCENARIOS[name][0]
