@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.agree.alive import this_process
 from lockstep.agree.beat import Beat, Place, Words, read_beat, read_words, where_now, words_of
-from lockstep.errors import PeerLate
+from lockstep.errors import PeerLate, PeerLost
 
 NONSENSE = [
     *(None, "", "{", "[]", "null", "3", '"text"', "\x00\xff", "[" * 5000, '{"number": null}', '{"number": true}'),
@@ -56,3 +56,21 @@ def test_who_has_come_how_far() -> None:
 
 def test_where_this_process_is() -> None:
     assert "test_where_this_process_is" in where_now() or "pytest" in where_now()
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def test_an_error_that_cannot_be_shown_is_still_told() -> None:
+    from lockstep.launch import words as launch_words
+
+    assert words_of(Mute(), 1).text == "(its text cannot be read: str() raised ValueError)"
+    assert launch_words.words_of(Mute()).text == "(its text cannot be read: str() raised ValueError)"
+
+
+def test_words_name_the_ranks_that_an_error_names() -> None:
+    assert words_of(PeerLost("gone", 3), 1).ranks == (3,)
+    assert words_of(PeerLate("late", [2, 4]), 1).ranks == (2, 4)
+    assert words_of(ValueError("x"), 1).ranks == ()

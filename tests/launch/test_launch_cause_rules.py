@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.errors import PeerFailed, PeerLate
+from lockstep.errors import CheckpointFailed, PeerFailed, PeerLate
 from lockstep.launch.cause import find_cause
 from lockstep.launch.facts import Ending, RankFacts
 from lockstep.launch.page import Place
@@ -98,3 +98,10 @@ class NonFinite(RuntimeError):
 def test_an_error_of_all_ranks_is_the_one_of_the_rank_that_it_names() -> None:
     cause = find_cause([failed(rank, 10.0 + rank, NonFinite([2])) for rank in range(3)])
     assert cause.rank == 2
+
+
+def test_a_checkpoint_that_failed_on_one_rank_is_that_ranks_fault() -> None:
+    told = CheckpointFailed("not saved", 1)
+    cause = find_cause([failed(0, 10.0, told), failed(1, 10.5, ValueError("in state_dict")), failed(2, 10.1, told)])
+    assert cause.rank == 1
+    assert "ValueError: in state_dict" in cause.text

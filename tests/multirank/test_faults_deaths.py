@@ -76,6 +76,35 @@ def test_a_killed_rank_is_named_with_its_process(how: str) -> None:
             assert "in step 2" in found["text"]
 
 
+def lose_rank_one_in_join(divides: bool) -> dict[str, Any]:
+    """Rank 0 runs out of data first; then rank 1 is killed, and rank 2 trains on."""
+    import lockstep
+
+    rank, pids = dist.get_rank(), shared_pids()
+    ddp = lockstep.DDP(nn.Linear(4, 2))
+    warm_up(ddp)
+    sleep(2.5)  # signs of life have been read
+
+    def train() -> None:
+        with ddp.join(divide_by_initial_world_size=divides):
+            for number in range([2, 9, 9][rank]):
+                if rank == 1 and number == 4:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                step(ddp)
+
+    return {**lost(train), "expected pid": pids[1]}
+
+
+@pytest.mark.parametrize("divides", [True, False])
+def test_a_rank_that_is_killed_under_join_is_named_by_those_without_data_too(divides: bool) -> None:
+    without_data, killed, with_data = run_outcomes(3, lose_rank_one_in_join, divides)
+    assert killed.exit_status == -signal.SIGKILL
+    for outcome in (without_data, with_data):
+        found = outcome.value
+        assert found is not None, outcome.report()
+        assert (found["type"], found["rank"], found["pid"]) == ("PeerLost", 1, found["expected pid"]), found
+
+
 class Fatal(nn.Module):
     """A model in which rank 1 dies at a moment of step 3."""
 

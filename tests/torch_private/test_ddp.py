@@ -33,6 +33,13 @@ def test_MixedPrecision() -> None:
     assert (config.param_dtype, config.reduce_dtype, config.buffer_dtype) == (torch.bfloat16, None, None)
 
 
+def test_WatchedJoin() -> None:
+    from torch.distributed.algorithms.join import Join
+
+    assert "_get_num_nonjoined_procs" in vars(Join)
+    assert callable(private.WatchedJoin._get_num_nonjoined_procs)
+
+
 def test_as_overlapped_optimizer() -> None:
     optimizer = private.as_overlapped_optimizer(torch.optim.SGD, None, 0.1)
     assert callable(optimizer.register_ddp)

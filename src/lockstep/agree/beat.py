@@ -144,7 +144,11 @@ def words_of(error: BaseException, rank: int) -> Words:
     if ranks is None:
         ranks = (getattr(error, "rank", None),)
     named = tuple(r for r in ranks if _is_number(r)) if isinstance(ranks, (tuple, list)) else ()
-    return Words(rank, type(error).__name__, str(error)[:_LONGEST_TEXT], ranks=named)
+    try:
+        text = str(error)
+    except Exception as failure:  # a program's own class
+        text = f"(its text cannot be read: str() raised {type(failure).__name__})"
+    return Words(rank, type(error).__name__, text[:_LONGEST_TEXT], ranks=named)
 
 
 # ---------------------------------------------------------------- where a process is

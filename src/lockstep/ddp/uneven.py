@@ -77,6 +77,7 @@ class UnevenInputs(Joinable):
         self.step.reducer.mean.divisor = None
         if self.is_on and not self._divide_by_initial_world_size:
             assert work is not None, "dividing by the active ranks needs this wrapper first in the Join context"
+            self._wait(work, "the count of ranks that have data")
             (num_active,) = work.get_future().wait()
             self.step.reducer.mean.divisor = float(num_active.item())
 
@@ -112,6 +113,18 @@ class UnevenInputs(Joinable):
         return found
 
     # ---------------------------------------------------------------- as a rank without data, see engine/join.py
+
+    def wait_for_ranks_with_data(self, work: Any) -> None:
+        """Wait until the ranks that have data begin their next iteration, or have none any more."""
+        self._wait(work, "join(), without data, for the next iteration of the ranks that have some")
+
+    def _wait(self, work: Any, where: str) -> None:
+        """Wait for a collective of torch's own context as for one of ours."""
+        transport = self.step.reducer.transport
+        if transport.blocks_host(self._device):
+            transport.watch.wait_work(work, lambda: where)
+        else:
+            work.wait()
 
     def mirror_forward(self) -> None:
         """Take part in the collectives of one forward of the others."""

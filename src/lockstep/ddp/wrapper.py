@@ -266,12 +266,14 @@ class DistributedDataParallel(TorchNames, _Base):
         throw_on_early_termination: bool = False,
     ) -> Join:
         """Train with uneven inputs: ranks that run out of data mirror the others' collectives until all are done."""
-        return Join(
+        context = torch_private.WatchedJoin(
             [self],
             enable,
             throw_on_early_termination,
             divide_by_initial_world_size=divide_by_initial_world_size,
         )
+        context.wait_for = self._parts.uneven.wait_for_ranks_with_data
+        return context
 
     def reset_sync_window(self, *, take_weights_from: int | None = None, weights_are_equal: bool = False) -> None:
         """Forget the reduction that is under way, on all ranks, after an error in a backward that was caught.

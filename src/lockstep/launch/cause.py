@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from lockstep.launch.facts import Ending, RankFacts
 
 ABOUT_PEERS = {"PeerFailed", "PeerLate", "PeerLost", "DistBackendError", "DistNetworkError"}
-# An error that all ranks raise together, and that names where it comes from.
-_NAMES_THE_ORIGIN = "NonFinite"
+# Errors that all ranks raise together, and that name where they come from.
+_NAME_THE_ORIGIN = {"NonFinite", "CheckpointFailed"}
 # What torch's backends say of a connection that broke, where Lockstep did not wait for it itself.
 _BROKEN_CONNECTIONS = (
     "Connection closed by peer",
@@ -78,7 +78,7 @@ def is_about_peers(facts: RankFacts) -> bool:
     words = facts.first_words
     if words is None or words.thread or facts.out_of_memory:
         return False
-    if _NAMES_THE_ORIGIN in words.kinds:
+    if _NAME_THE_ORIGIN.intersection(words.kinds):
         return bool(words.peers) and facts.rank not in words.peers
     return bool(ABOUT_PEERS.intersection(words.kinds)) or any(text in words.text for text in _BROKEN_CONNECTIONS)
 

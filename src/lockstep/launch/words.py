@@ -48,12 +48,20 @@ def words_of(
     return Words(
         time=time.time(),
         type=type(error).__name__,
-        text=(str(error) if text is None else text)[:_MAX_CHARS],
+        text=(_text_of(error) if text is None else text)[:_MAX_CHARS],
         traceback="".join(shown)[-_MAX_CHARS:],
         kinds=tuple(dict.fromkeys(kind.__name__ for link in _chain(error) for kind in type(link).__mro__)),
         peers=tuple(dict.fromkeys(rank for link in _chain(error) for rank in _peers(link))),
         thread=thread,
     )
+
+
+def _text_of(error: BaseException) -> str:
+    """What an error says; some cannot say it."""
+    try:
+        return str(error)
+    except Exception as failure:
+        return f"(its text cannot be read: str() raised {type(failure).__name__})"
 
 
 def write_words(folder: Path, rank: int, words: Words) -> None:

@@ -95,6 +95,7 @@ _NAMES_BY_PART = {
         "GradBucket",
         "MixedPrecision",
         "TorchDDP",
+        "WatchedJoin",
         "as_overlapped_optimizer",
         "cast_forward_inputs",
         "in_backward_optimizer_handles",

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecision
 
@@ -16,6 +17,7 @@ __all__ = [
     "GradBucket",
     "MixedPrecision",
     "TorchDDP",
+    "WatchedJoin",
     "as_overlapped_optimizer",
     "cast_forward_inputs",
     "in_backward_optimizer_handles",
@@ -39,6 +41,20 @@ BuiltinCommHookType: Any = dist.BuiltinCommHookType  # type: ignore[attr-defined
 inputs_to_device: Callable[..., Any] = _to_kwargs
 # And gives their floating point tensors another dtype, by the same walk.
 cast_forward_inputs: Callable[..., Any] = _cast_forward_inputs
+
+
+class WatchedJoin(Join):
+    """torch's context for uneven inputs; a rank without data waits for the others by ``wait_for``.
+
+    torch waits for this collective by itself, where a peer that is gone or stopped cannot be seen.
+    """
+
+    wait_for: Callable[[Any], None]
+
+    def _get_num_nonjoined_procs(self) -> Any:
+        number = torch.zeros(1, device=self._device)
+        self.wait_for(dist.all_reduce(number, group=self._process_group, async_op=True))
+        return number.item()
 
 
 def as_overlapped_optimizer(optimizer: type, parameters: Any, *args: Any, **kwargs: Any) -> Any:
