@@ -508,3 +508,35 @@ def freeze_while_accumulating(how: str) -> None:
 @pytest.mark.parametrize("how", MODES)
 def test_freezing_while_gradients_accumulate(how: str) -> None:
     run_ranks(2, freeze_while_accumulating, how)
+
+
+def freeze_differently(when: str) -> str:
+    """Ranks that train different parameters would scatter buffers of different sizes."""
+    pair = Pair("mlp", prepare=fully_shard)
+    names = dict(pair.module.named_parameters())
+    mine = names["layers.0.weight"] if dist.get_rank() == 0 else names["layers.2.bias"]
+    if when == "at first":
+        mine.requires_grad_(False)
+    else:
+        pair.loss(0).backward()
+        if when == "each another" or dist.get_rank() == 0:
+            mine.requires_grad_(False)
+    with pytest.raises(lockstep.errors.Disagreement) as caught:
+        pair.loss(1).backward()
+    if when == "one rank only":
+        return str(caught.value)  # the other one has begun a gather by then, which nobody will join
+    pair.module.reset_sync_window()
+    for parameter in names.values():
+        parameter.requires_grad_(True)
+    pair.module.zero_grad()
+    pair.loss(2).backward()
+    pair.reference_loss(2).backward()
+    pair.compare("after it was mended")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("when", ["at first", "each another", "one rank only"])
+def test_ranks_that_train_different_parameters(when: str) -> None:
+    for text in run_ranks(2, freeze_differently, when, limit_s=90):
+        assert "layers.0.weight" in text
+        assert ("layers.2.bias" in text) == (when != "one rank only")

@@ -24,8 +24,9 @@ def install() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_dynamo_compiling():
-        trace_update(optimizer)
+    if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
+            trace_update(optimizer)
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if _checked.get(optimizer) == len(parameters):

@@ -110,6 +110,9 @@ class Root:
         if flags != self._requires_grad and not any(step.is_in_pass for step in self.steps):
             self._requires_grad = flags
             self.plan_anew()
+        if not torch_private.in_backward():
+            for team in self.teams:
+                team.agree()
         for step in self.steps:
             step.lane.forget_broken_pass()
             if not torch_private.in_backward():
@@ -224,6 +227,7 @@ class Root:
         try:
             for team in self.teams:
                 reset_together(team.step, mended)
+                team.agree_anew()
         finally:  # weights that differ are an error, of a model that is level again
             self._free_all()
 

@@ -99,8 +99,8 @@ class FlatStore:
 
     @property
     def versions(self) -> list[int]:
-        """Changes whenever a shard is written to."""
-        return [p.sharded._version + p.local._version for p in self.parameters]
+        """Changes whenever a shard is written to, or given other memory."""
+        return [*self._places(), *(p.sharded._version + p.local._version for p in self.parameters)]
 
     def shard(self) -> Tensor:
         """What travels when it is gathered."""

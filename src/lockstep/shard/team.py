@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from lockstep.agree.control import control_of
 from lockstep.agree.watch import Watch
 from lockstep.engine import step_guard
 from lockstep.engine.bucket import Slot
+from lockstep.engine.casts import MEETING_SECONDS
 from lockstep.engine.feeders.hooks import HookFeeder
 from lockstep.engine.lane import lane_of
 from lockstep.engine.reducer import Reducer
@@ -29,6 +31,8 @@ from lockstep.shard.updates import Tally
 
 if TYPE_CHECKING:
     from lockstep.shard.root import Root
+
+_MOST_NAMES = 10
 
 
 class Team:
@@ -67,6 +71,8 @@ class Team:
         for unit in units:
             unit.step = weakref.ref(self.step)
         self.hooks = HookFeeder(self.step)
+        self._is_agreed = False
+        self._num_agreements = 0
         self.had_unused = False
         step_guard.watch(self.step)
 
@@ -139,6 +145,37 @@ class Team:
         for slot in slots:
             slot.dirty = slot.parameter.grad is not None  # of passes that did not synchronise
         self.hooks.attach()
+        self._is_agreed = False
+
+    def agree_anew(self) -> None:
+        """After an error that ranks have met at different places: all of them meet before the next forward."""
+        self._is_agreed = False
+        self._num_agreements = 0
+
+    def agree(self) -> None:
+        """Before the first forward with a new plan: raise on all ranks if they do not train the same parameters.
+
+        What is scattered would have another size on each rank, which backends end processes for.
+        """
+        if self._is_agreed:
+            return
+        if self.board is not None:
+            parameters = [p for unit in self.units for p in unit.parameters]
+            frozen = [p.name for p in parameters if not self._trains(p)]
+            named = ", ".join(frozen[:_MOST_NAMES]) + (", ..." if len(frozen) > _MOST_NAMES else "")
+            mine = f"{len(frozen)} of {len(parameters)} parameters are frozen" + (f": {named}" if frozen else "")
+            digest = hashlib.blake2b("\n".join(frozen).encode(), digest_size=16).hexdigest()
+            self._num_agreements += 1
+            key = f"shards that train, {self._num_agreements}, reset {self.step.num_resets}"
+            told = self.watch.meet(key, f"a new plan of what trains: {mine}", f"{digest}\n{mine}", MEETING_SECONDS)
+            if len(set(told.values())) > 1:
+                shown = {rank: text.split("\n")[1] for rank, text in told.items()}
+                raise errors.Disagreement(
+                    f"Ranks train different parameters of a sharded model:\n{errors.rank_table(shown)}\n"
+                    "Fix: change requires_grad of the same parameters on every rank, before the same forward.",
+                    shown,
+                )
+        self._is_agreed = True
 
     def set_comm_hook(self, state: Any, hook: Any, name: str) -> None:
         reducer = self.step.reducer
