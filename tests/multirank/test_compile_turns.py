@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.multirank, lockstep_only]
 ROWS = 4
 PRELOAD = ("torch._inductor.compile_fx",)
 LIMIT_S = 500.0  # several cold starts of a compiler, on a machine that may be busy
-NEVER = {"LOCKSTEP_COMPILE_TIMEOUT": "1000"}
+NEVER = {"LOCKSTEP_COMPILE_TIMEOUT": "1000", "LOCKSTEP_STALL_SECONDS": "1000"}  # nor are late ranks told of
 
 
 def build() -> nn.Module:

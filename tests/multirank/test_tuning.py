@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.multirank.harness import lockstep_only, run_outcomes, run_ranks
@@ -41,8 +42,6 @@ def look_up(op: str, measure: Any, names: tuple[str, ...] = NAMES) -> dict[str, 
 
 def wrapped() -> None:
     """What a program does before anything is compiled."""
-    import torch
-
     import lockstep
     from lockstep.graph import tuning
 
@@ -118,3 +117,60 @@ def test_a_rank_that_ends_while_it_times_is_not_waited_for(tmp_path: Path) -> No
     outcomes = run_outcomes(2, end_while_timing, str(tmp_path), env=env, preload=PRELOAD)
     assert outcomes[1].error is None, outcomes[1].report()
     assert outcomes[1].value == {name: float(index) for index, name in enumerate(NAMES)}
+
+
+# ---------------------------------------------------------------- with kernels
+
+
+def tune_an_operator(directory: str) -> dict[str, Any]:
+    """Compile a model with an operator of which there are three kernels, in a cache of its own."""
+    from torch._inductor import select_algorithm
+    from torch._inductor.codecache import PersistentCache
+    from torch._inductor.kernel.custom_op import CustomOpConfig, register_custom_op_autotuning
+
+    import lockstep
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{directory}/{dist.get_rank()}"
+
+    @torch.library.custom_op("lockstep_tests::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2.0
+
+    @twice.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    configs = [CustomOpConfig(lambda x: x + x), CustomOpConfig(lambda x: (x * 4.0) * 0.5)]
+    register_custom_op_autotuning(twice, configs=configs, input_gen_fns={"x": lambda fake: torch.ones(*fake.shape)})
+    timed: list[str] = []
+    kept = select_algorithm.AlgorithmSelectorCache.__dict__["benchmark_choice"]
+
+    def benchmark_choice(*args: Any, **kwargs: Any) -> Any:
+        timed.append("one")
+        return kept.__func__(*args, **kwargs)
+
+    select_algorithm.AlgorithmSelectorCache.benchmark_choice = type(kept)(benchmark_choice)
+    module = torch.nn.Linear(6, 3)
+    torch.nn.init.ones_(module.weight)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(twice(x))
+
+    model = torch.compile(lockstep.DDP(Model()), options={"max_autotune": True})
+    model(torch.ones(4, 6)).sum().backward()
+    assert torch.equal(module.weight.grad, torch.full((3, 6), 8.0))
+    return {"timed": len(timed), "timings": PersistentCache().get_local_cache()}
+
+
+def test_kernels_are_timed_by_one_rank_and_chosen_by_all(tmp_path: Path) -> None:
+    pytest.importorskip("torch._inductor.kernel.custom_op", reason="this torch has no such operators")
+    preload = ("torch._inductor.compile_fx", "torch._inductor.kernel.custom_op")
+    ranks = run_ranks(2, tune_an_operator, str(tmp_path), preload=preload, limit_s=600.0)
+    assert sorted(rank["timed"] for rank in ranks) == [0, 3]
+    assert ranks[0]["timings"] == ranks[1]["timings"]
+    assert ranks[0]["timings"]
