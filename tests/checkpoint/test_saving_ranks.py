@@ -101,7 +101,7 @@ def test_a_rank_that_has_ended_is_noticed_at_once(tmp_path: Path) -> None:
 
 def test_work_that_goes_on_is_waited_for() -> None:
     signs = iter(range(1000))
-    ranks = ranks_on(LocalStore(), 0, patience=1.5)
+    ranks = ranks_on(LocalStore(), 0, world=3, patience=1.5)
     stop = threading.Timer(3.5, lambda: ranks.tell("word/1", "here"))
     stop.start()
     assert ranks.wait(["word/1"], "a word", lambda: next(signs)) == {"word/1": "here"}
