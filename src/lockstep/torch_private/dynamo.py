@@ -168,6 +168,7 @@ def guard_on_groups() -> None:
 
 
 def _facts_of_group(group: Any) -> list[Any]:
+    """What a graph may have made use of."""
     return [group.group_name, group.size(), group.rank()]
 
 
