@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep import errors
 from lockstep.engine.bucket import has_lost_hook
@@ -34,26 +34,16 @@ def watch(step: SyncStep) -> None:
     if not _installed:
         _installed = True
         register_optimizer_step_pre_hook(_before_step)
-        register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return  # it is traced once, and would be traced away; the graph itself is watched, see ddp/dispatch.py
-    for reference in _steps_of(optimizer):
+    for reference in steps_of(optimizer):
         step = reference()
         if step is not None:
             step.reducer.finiteness.drop(step.reducer.slots)
             before_update(step, lambda: _ids(optimizer))
-
-
-def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    for reference in _steps_of(optimizer):
-        step = reference()
-        if step is not None:
-            step.num_writes += 1
 
 
 def before_update(step: SyncStep, stepped: Callable[[], set[int]]) -> None:
@@ -72,7 +62,8 @@ def before_update(step: SyncStep, stepped: Callable[[], set[int]]) -> None:
         step.num_updates += 1
 
 
-def _steps_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[SyncStep]]:
+def steps_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[SyncStep]]:
+    """The steps whose parameters an optimizer has."""
     size = [len(group["params"]) for group in optimizer.param_groups]
     known = _touched.get(optimizer)
     if known is not None and known[0] == size:

@@ -1,4 +1,8 @@
-"""An optimizer that was built before its model was sharded, or while it was gathered, updates nothing: say so."""
+"""What is done around every optimizer's step for sharded models.
+
+An optimizer that was built before its model was sharded, or while it was gathered, updates nothing: say so.  And a step
+is counted as a write once it is over, since a closure may have gathered what it then changes.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,9 @@ import weakref
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lockstep.engine.step_guard import steps_of
 from lockstep.shard.parameter import name_of_origin
 from lockstep.shard.updates import trace_update
 
@@ -21,6 +26,7 @@ def install() -> None:
     if not _is_installed:
         _is_installed = True
         register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -39,3 +45,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             "gathered: build it after, and after reshard()."
         )
     _checked[optimizer] = len(parameters)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for reference in steps_of(optimizer):
+        step = reference()
+        if step is not None:
+            step.num_writes += 1

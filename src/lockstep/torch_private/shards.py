@@ -38,7 +38,7 @@ def dtensor_around(local: torch.Tensor, spec: Any) -> torch.Tensor:
 
 @cache
 def _dtensor_maker() -> tuple[Any, Callable[..., Any]]:
-    """Found once: it is called for each parameter in each step."""
+    """The class, and what makes an object of it: looking both up for every gradient would take longer than that."""
     kind = _dtensor_class()
     return kind, kind.__new__
 
