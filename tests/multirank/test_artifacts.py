@@ -216,6 +216,25 @@ def test_a_rank_that_is_killed_before_it_has_said_what_it_found(tmp_path: Path) 
     assert "rank 1" in outcomes[0].error.text.lower()
 
 
+def end_while_loading(path: str) -> None:
+    from lockstep import torch_private
+
+    pretend_to_compile()
+    if dist.get_rank() == 1:
+        torch_private.load_compiled = lambda *_: os._exit(7)
+    torch.set_num_threads(1)
+    train(make("graph", path), 4)
+
+
+def test_a_rank_that_is_killed_while_it_loads(tmp_path: Path) -> None:
+    path = tmp_path / "step.lockstep"
+    run_ranks(2, save_one, str(path), preload=PRELOAD)
+    outcomes = run_outcomes(2, end_while_loading, str(path), preload=PRELOAD, env={"LOCKSTEP_HEARTBEAT_TIMEOUT": "10"})
+    assert outcomes[1].exit_status == 7
+    assert outcomes[0].error is not None
+    assert "rank 1" in outcomes[0].error.text.lower()
+
+
 # ---------------------------------------------------------------- the command
 
 
