@@ -88,7 +88,7 @@ class SyncStep:
         self.static = StaticGraph()
         # Moments that others take part in: optimizers in the backward, mixed precision, logging.
         self.after_bucket: Callable[[LiveBucket], None] | None = None
-        # With it: how many younger buckets must have left before one is waited for; None: as soon as it has landed.
+        # With it: a bucket is waited for when so many younger ones have left; None: it is never waited for.
         self.num_buckets_behind: int | None = None
         self.before_hand_out: Callable[[], None] | None = None
         self.after_pass: Callable[[], None] | None = None
@@ -283,9 +283,13 @@ class SyncStep:
     def _collect_landed(self, newest: LiveBucket) -> None:
         """With an optimizer in the backward, buckets that have arrived are used, and freed, while it goes on."""
         behind = self.num_buckets_behind
-        for bucket in self.reducer.buckets[: newest.index if behind is None else max(0, newest.index + 1 - behind)]:
-            # A GPU that records a program cannot be asked; it waits on its stream, when there is hardly a wait left.
-            if bucket.flight is not None and (behind is not None or bucket.flight.is_done()):
+        # A GPU that records a program cannot be asked; it waits on its stream, when there is hardly a wait left.
+        may_ask = behind is None or newest.parameters[0].device.type == "cpu"
+        for bucket in self.reducer.buckets[: newest.index]:
+            if bucket.flight is None:
+                continue
+            is_old = behind is not None and bucket.index <= newest.index - behind
+            if is_old or (may_ask and bucket.flight.is_done()):
                 self.closing.collect(bucket, None)
 
     # ---------------------------------------------------------------- a pass ends

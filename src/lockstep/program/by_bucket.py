@@ -27,7 +27,9 @@ _ELEMENTWISE = (
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
     *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD),
 )
-_BEHIND_ON_GPU = 2  # buckets; one that left two buckets ago has mostly arrived
+# A bucket that left two buckets ago has mostly arrived.  Where the link is slower than the backward it is waited for:
+# gradients that pile up while they travel would all exist again.
+_BUCKETS_ALOFT = 2
 
 
 def why_not_by_bucket(options: Options, parallel: Parallel) -> list[str]:
@@ -76,9 +78,7 @@ class BucketUpdates:
         self._stand_ins: dict[LiveBucket, list[Any]] = {}
         self._made_for: tuple[Any, Any] = ((), ())  # parameters by group of the optimizers, and buckets
         self._updated: set[int] = set()
-        transport = self._step.reducer.transport
-        on_gpu = parallel.device.type == "cuda" and not transport.is_alone
-        self._behind = _BEHIND_ON_GPU if on_gpu else None
+        self._behind = None if self._step.reducer.transport.is_alone else _BUCKETS_ALOFT
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:

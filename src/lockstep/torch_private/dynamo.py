@@ -164,12 +164,7 @@ def guard_on_groups() -> None:
         return
     known = get_opaque_obj_info(torch.distributed.ProcessGroup)
     if known is not None and known.guard_fn is None:
-        known.guard_fn = _facts_of_group
-
-
-def _facts_of_group(group: Any) -> list[Any]:
-    """What a graph may have made use of."""
-    return [group.group_name, group.size(), group.rank()]
+        known.guard_fn = lambda group: [group.group_name, group.size(), group.rank()]
 
 
 def at_end_of_compiled_backward(function: Callable[[], None]) -> None:
