@@ -100,7 +100,6 @@ def test_the_first_wrapper_watches_modules_and_optimizers_and_a_second_adds_noth
     assert first == second
     assert first == {
         "torch.nn.modules.module._global_parameter_registration_hooks": 1,
-        "torch.optim.optimizer._global_optimizer_post_hooks": 1,
         "torch.optim.optimizer._global_optimizer_pre_hooks": 1,
     }
 

@@ -1,8 +1,7 @@
 """The last line of the proof of sync: no optimizer steps on gradients that were not reduced.
 
-One hook before the step of any optimizer looks at the steps that are alive.  It also counts how often each model was
-updated, which is part of what ranks compare: an extra backward on one rank shows as an update that it has not made yet.
-One after it says that parameters were written, which not every write to them shows by itself.
+One hook on all optimizers looks at the steps that are alive.  It also counts how often each model was updated, which is
+part of what ranks compare: an extra backward on one rank shows as an update that it has not made yet.
 """
 
 from __future__ import annotations
