@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 def test_TorchDDP() -> None:
+    gc.collect()  # models of tests before this one
     assert hasattr(private.TorchDDP, "_active_ddp_module")
     assert private.TorchDDP._get_active_ddp_module() is None
 

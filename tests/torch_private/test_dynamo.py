@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -61,6 +62,7 @@ def test_has_compiled_code() -> None:
 
 
 def test_stand_in_for_ddp_optimizer() -> None:
+    gc.collect()  # models of tests before this one
     from torch._dynamo.backends import distributed
 
     from lockstep.ddp.activate import activate

@@ -19,6 +19,7 @@ import torch
 from lockstep import errors, torch_private
 from lockstep.engine.bucket import LiveBucket
 from lockstep.engine.exchange import HookExchange
+from lockstep.engine.grads import set_gradient
 from lockstep.program.options import Mode, Options
 from lockstep.program.parts import Parallel
 
@@ -119,7 +120,7 @@ class BucketUpdates:
             stand_in.state = optimizer.state
             type(optimizer).step(stand_in)
         for slot in bucket.slots:
-            self._step.reducer.memory.set(slot, None)
+            set_gradient(slot.parameter, None)
         bucket.spare = None  # what is kept for the next window would be all gradients again
 
     def _make(self, bucket: LiveBucket) -> list[Any]:

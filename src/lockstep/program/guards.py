@@ -49,6 +49,10 @@ class ModuleGuard:
         return [shown for (_, _, shown), old, new in pairs if old is not new and old != new]
 
 
+# What a compiler writes into the environment while it compiles; no forward reads that.
+_COMPILERS = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_")
+
+
 class Environment:
     """The variables of the environment, which a forward may read: another set of them means another program."""
 
@@ -61,7 +65,9 @@ class Environment:
         now = getattr(os.environ, "_data", os.environ)
         if now != self._raw:
             self._raw = dict(now)
-            self._value = frozenset(self._raw.items())
+            self._value = frozenset(
+                item for item in self._raw.items() if not os.fsdecode(item[0]).startswith(_COMPILERS)
+            )
         return self._value
 
 
