@@ -119,3 +119,35 @@ def attack_all() -> None:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_the_result_is_that_of_the_loop(world: int) -> None:
     run_ranks(world, attack_all, preload=PRELOAD)
+
+
+def change_within_windows(places: tuple[int, ...]) -> None:
+    """Programs and the loop take turns within a window, in each order: nothing is added up twice, or lost."""
+    import lockstep
+
+    rank, num = dist.get_rank(), 4
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(module.weight)
+    model = lockstep.DDP(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    step = lockstep.TrainStep(model, optimizer, lambda m, x: m(x).sum() * num, accumulate=num, mode="graph")
+    mean = sum(range(1, dist.get_world_size() + 1)) / dist.get_world_size()
+    kinds = set()
+    for window in range(8):
+        before, kind = module.weight.item(), ""
+        for micro in range(num):
+            if num * window + micro in places:
+                os.environ[VARIABLE] = f"{window} {micro}"
+            by_program = step.explain().num_program_calls
+            step(torch.full((1, 1), float(10**micro * (rank + 1))))
+            kind += "P" if step.explain().num_program_calls > by_program else "L"
+        assert before - module.weight.item() == 1111 * mean, (window, kind)
+        kinds.add(kind)
+    assert any("LP" in kind for kind in kinds)
+    assert any("PL" in kind for kind in kinds)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("places", [(9,), (10,), (11,), (9, 14, 19)], ids=str)
+def test_a_program_and_the_loop_in_one_window(world: int, places: tuple[int, ...]) -> None:
+    run_ranks(world, change_within_windows, places, preload=PRELOAD)

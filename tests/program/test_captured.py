@@ -159,6 +159,26 @@ def test_batches_of_several_shapes_in_one_window_add_up() -> None:
     assert_same(plain.tensors(), setup.tensors())
 
 
+@pytest.mark.parametrize("places", [(9,), (10,), (11,), (9, 14, 19)], ids=str)
+def test_a_program_and_the_loop_in_one_window(places: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["accumulate"]
+    right = by_hand(case, set_up(case, lockstep.DDP, "fused"))
+    setup = set_up(case, lockstep.DDP, "fused")
+    step, machine = captured(case, setup)
+    num_calls = 0
+
+    def call(batch: Any) -> Any:
+        nonlocal num_calls
+        if num_calls in places:
+            monkeypatch.setenv("LOCKSTEP_TEST_WINDOW", str(num_calls))  # another environment: another program
+        num_calls += 1
+        return step(batch)
+
+    found = {f"loss {index}": call(batch_of(index, 0))[0] for index in range(20 * case.accumulate)}
+    assert_same({name: right[name] for name in found}, found)
+    assert machine.num_records > 3
+
+
 def test_gradients_can_be_looked_at_after_a_replay() -> None:
     case = CASES["mlp"]
     seen = []

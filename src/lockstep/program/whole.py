@@ -152,6 +152,8 @@ class Whole:
         result = recipe.micro(tree, is_last=is_last)
         if is_last:
             recipe.update()
+        else:
+            self._put_away()
         self._record.num_loop_calls += 1
         if not self._never and (changed := self._surroundings.changed(before)):
             self._never = changed
@@ -159,6 +161,18 @@ class Whole:
         if len(self._seen) > _MAX_KINDS:
             self._seen.clear()  # of a program that never sees the same twice
         return result
+
+    def _put_away(self) -> None:
+        """After a micro-step of the loop that is not the last: what is added up is in our sums, and nowhere else.
+
+        A program that comes next adds to them and reduces the result; in ``.grad`` it would be reduced once more.
+        """
+        trained = [p for p in self._recipe.parameters if p.requires_grad]
+        for parameter, sum_so_far in zip(trained, self._sums(), strict=True):
+            gradient = parameter.grad
+            if gradient is not None and gradient.data_ptr() != sum_so_far.data_ptr():
+                sum_so_far.copy_(gradient)  # it was replaced, not added to
+            parameter.grad = None
 
     def _sums(self) -> list[Tensor]:
         if self._recipe.options.accumulate == 1:
