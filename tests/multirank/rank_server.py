@@ -282,12 +282,11 @@ def processes_of(run: Run) -> list[tuple[int, str]]:
         try:
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
             state, parent, group = fields[0], int(fields[1]), int(fields[2])
-            command = (entry / "cmdline").read_text().replace("\0", " ").strip()
+            ours = group == run.group_id or parent == os.getpid()
+            if ours and state != "Z" and int(entry.name) != os.getpid():
+                found.append((int(entry.name), (entry / "cmdline").read_text().replace("\0", " ").strip()))
         except (OSError, ValueError, IndexError):
             continue
-        ours = group == run.group_id or parent == os.getpid()
-        if ours and state != "Z" and int(entry.name) != os.getpid():
-            found.append((int(entry.name), command))
     return found
 
 
