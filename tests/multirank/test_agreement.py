@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.multirank.harness import expect_errors, lockstep_only, run_ranks
@@ -196,8 +197,6 @@ def wrap_mutants(rank: int, seeds: list[int]) -> list[tuple[str, str, str]]:
 
 
 def rank_wrap_mutants(seeds: list[int]) -> list[tuple[str, str, str]]:
-    import torch.distributed as dist
-
     return wrap_mutants(dist.get_rank(), seeds)
 
 
@@ -231,8 +230,6 @@ def test_equal_models_agree() -> None:
 
 
 def wrap_on_some_ranks() -> None:
-    import torch.distributed as dist
-
     import lockstep
 
     dist.barrier()  # the ranks that do wrap come within the limit of each other
@@ -251,8 +248,6 @@ def test_a_rank_that_never_wraps_is_named() -> None:
 
 def without_init_sync() -> list[float]:
     """init_sync=False exchanges nothing at wrap time, so models may differ; the layout is compared later."""
-    import torch.distributed as dist
-
     import lockstep
 
     torch.manual_seed(dist.get_rank())
@@ -266,8 +261,6 @@ def test_init_sync_false_leaves_models_alone() -> None:
 
 
 def different_layout_without_init_sync(is_compiled: bool) -> None:
-    import torch.distributed as dist
-
     import lockstep
 
     class Pair(nn.Module):
@@ -291,3 +284,33 @@ def test_without_agreement_a_different_layout_is_found_before_anything_is_reduce
     for error in expect_errors(2, [0, 1], different_layout_without_init_sync, is_compiled).values():
         assert error.type_name == "Disagreement"
         assert "init_sync=False" in error.text
+
+
+def call_two_models_in_another_order() -> list[Any]:
+    import lockstep
+
+    torch.manual_seed(0)
+    models = [lockstep.DDP(nn.Linear(2, 2), init_sync=False) for _ in range(2)]
+    order = models if dist.get_rank() == 0 else models[::-1]
+    outputs = {id(model): model(torch.ones(1, 2)) for model in order}
+    sum(outputs[id(model)].sum() for model in models).backward()
+    return [p.grad.tolist() for model in models for p in model.parameters()]
+
+
+def test_plans_are_compared_in_whatever_order_models_run() -> None:
+    first, second = run_ranks(2, call_two_models_in_another_order)
+    assert first == second
+
+
+def synchronise_on_some_ranks(rank_with: int) -> None:
+    import lockstep
+
+    ddp = lockstep.DDP(nn.Linear(2, 2), init_sync=dist.get_rank() == rank_with)
+    ddp(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("rank_with", [0, 1])
+def test_init_sync_on_some_ranks_only(rank_with: int) -> None:
+    errors = expect_errors(2, [0, 1], synchronise_on_some_ranks, rank_with)
+    assert "init_sync=False on this rank, and True on others" in errors[rank_with].text
+    assert errors[1 - rank_with].type_name in ("PeerFailed", "PeerLost")

@@ -540,3 +540,26 @@ def test_ranks_that_train_different_parameters(when: str) -> None:
     for text in run_ranks(2, freeze_differently, when, limit_s=90):
         assert "layers.0.weight" in text
         assert ("layers.2.bias" in text) == (when != "one rank only")
+
+
+def evaluate_before_looking_at_gradients(how: str) -> None:
+    """After an evaluation ``parameters()`` are the shards: what walks through them finds their gradients."""
+    pair = Pair("gpt_tied", how)
+    for step in range(3):
+        pair.module.zero_grad()
+        pair.reference.zero_grad()
+        pair.loss(step).backward()
+        pair.reference_loss(step).backward()
+        with torch.no_grad():
+            pair.loss(step + 10)
+        norm = nn.utils.clip_grad_norm_(pair.module.parameters(), 1e-3)
+        expected = nn.utils.clip_grad_norm_(pair.reference.parameters(), 1e-3)
+        torch.testing.assert_close(norm.full_tensor(), expected)
+        pair.compare(f"step {step}")
+        with torch.no_grad():
+            pair.loss(step + 20)
+
+
+@pytest.mark.parametrize("how", MODES)
+def test_an_evaluation_before_gradients_are_clipped_or_dropped(how: str) -> None:
+    run_ranks(2, evaluate_before_looking_at_gradients, how)

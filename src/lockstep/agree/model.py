@@ -73,11 +73,20 @@ def wrap_failures_told(board: Board | None) -> Iterator[None]:
         yield
     except Exception as error:
         if board is not None and not isinstance(error, LockstepError):
-            words = words_of(error, board.rank).to_json()
-            board.post(f"digest/{board.rank}", _FAILED + words)
-            if board.rank == 0:
-                board.post("verdict", _FAILED + words)
+            _post_failure(board, error, waits=True)
         raise
+
+
+def stand_aside(board: Board, why: str) -> None:
+    """Take no part in the agreement; ranks that do are told why, and raise."""
+    _post_failure(board, ValueError(why), waits=False)
+
+
+def _post_failure(board: Board, error: Exception, *, waits: bool) -> None:
+    words = words_of(error, board.rank).to_json()
+    board.post(f"digest/{board.rank}", _FAILED + words, waits=waits)
+    if board.rank == 0:
+        board.post("verdict", _FAILED + words, waits=waits)
 
 
 def agree_on_model(board: Board, mine: ModelDescription, timeout_seconds: float) -> None:

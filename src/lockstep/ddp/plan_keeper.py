@@ -8,6 +8,7 @@ import warnings
 from torch import nn
 
 from lockstep import errors, settings, torch_private
+from lockstep.agree.model import stand_aside
 from lockstep.ddp import setup
 from lockstep.ddp.logbook import Logbook
 from lockstep.ddp.options import BucketOrder
@@ -20,6 +21,8 @@ from lockstep.graph.joint import GraphRecord
 from lockstep.plan import Plan
 
 logger = logging.getLogger("lockstep")
+
+_PLAN = "plan"  # what ranks tell each other of it with init_sync=False
 
 
 class PlanKeeper:
@@ -47,6 +50,11 @@ class PlanKeeper:
         self._order = order
         self.is_confirmed = False
         self._is_compared = is_compared or peers.board is None  # with those of the other ranks
+        self._first_digest = self.plan.digest
+        if not self._is_compared and peers.board is not None:
+            stand_aside(peers.board, "init_sync=False on this rank, and True on others: give all ranks the same.")
+            # Told now, and compared in the first forward: nobody waits there for one that is in another model's.
+            peers.board.post(f"{_PLAN}/{peers.board.rank}", self._first_digest, waits=False)
         # Graphs are made for a plan; they are not used again when it has changed.
         self.graphs: list[GraphRecord] = []
         self.generation = "plan 0"
@@ -103,7 +111,7 @@ class PlanKeeper:
     def _compare_plans(self) -> None:
         """With init_sync=False nothing was compared when the model was wrapped; do it before anything is reduced."""
         self._is_compared = True
-        told = self._peers.watch.gather("plan", self.plan.digest, settings.agreement_timeout())
+        told = self._peers.watch.gather(_PLAN, self._first_digest, settings.agreement_timeout())
         if len(set(told.values())) > 1:
             told = self._peers.board.by_global(told) if self._peers.board is not None else told
             raise errors.Disagreement(

@@ -33,6 +33,7 @@ class Inside(NamedTuple):
     stacks: IO[str]
 
 
+_OURS = str(Path(__file__).parent.parent / "agree")
 _inside: Inside | None = None
 
 
@@ -93,9 +94,13 @@ def _leave(words: Words) -> None:
 
 
 def _last_line(trace: TracebackType | None) -> str:
-    while trace is not None and trace.tb_next is not None:
+    """Where it was raised; our own ``sys.exit`` (``agree/last_words.py``) is not the place."""
+    place = ""
+    while trace is not None:
+        if not trace.tb_frame.f_code.co_filename.startswith(_OURS):
+            place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
         trace = trace.tb_next
-    return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace is not None else ""
+    return place
 
 
 def _note_errors_of_threads() -> None:

@@ -59,7 +59,7 @@ def after_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     if not unit.modules_to_run:
         unit.phase = Phase.IDLE
         root.note_ran(unit)
-        if unit.frees_after_forward:
+        if _frees_now(unit):
             unit.free_after_forward()
     output = _cast_output(unit, output)
     if torch.is_grad_enabled():
@@ -76,10 +76,20 @@ def after_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
                 other.modules_to_run.clear()
                 other.phase = Phase.IDLE
                 root.note_ran(other)
-                if other.frees_after_forward:
+                if _frees_now(other):
                     other.free_after_forward()
         root.end_forward(output)
     return output
+
+
+def _frees_now(unit: Unit) -> bool:
+    """Whether a unit is of no use after its forward.
+
+    The root is needed at once by its backward.  After an evaluation none comes, and ``model.parameters()`` would be the
+    whole ones: clipping or dropping gradients there would miss those of the shards.
+    """
+    is_open = unit.reshard_after_forward is None and unit.gathers_in_backward
+    return unit.frees_after_forward or (is_open and not torch.is_grad_enabled())
 
 
 class _Before:
