@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
+from contextvars import ContextVar
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,9 +16,37 @@ import lockstep
 from lockstep.program.world import World
 
 factor = 1.0
+numbers = ModuleType("numbers_of_a_test")
+array = numpy.ones(3)
+variable: ContextVar[float] = ContextVar("variable", default=1.0)
+
+
+class Settings:
+    gamma = 1.0
+
+
+class Slotted:
+    __slots__ = ("delta",)
+
+
+slotted = Slotted()
+
+
+def helper() -> float:
+    return helper.epsilon * numbers.zeta  # type: ignore[attr-defined, no-any-return]
+
+
+def reset_python() -> None:
+    """All that is set below, as it is in the beginning."""
+    global factor
+    factor = Settings.gamma = slotted.delta = Net.eta = array[0] = 1.0
+    helper.epsilon = numbers.zeta = 1.0  # type: ignore[attr-defined]
+    variable.set(1.0)
 
 
 class Net(nn.Module):
+    eta = 1.0
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.act, self.last = nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)
@@ -24,17 +54,20 @@ class Net(nn.Module):
         self.config = SimpleNamespace(alpha=1.0)
         self.table = {"beta": 1.0}
         self.scales = [1.0]
+        self._hidden = [{"theta": 1.0}]
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.last(self.act(self.first(x)))
-        return y * self.config.alpha * self.table["beta"] * self.scales[0] + self.shift
+        y = y * self.config.alpha * self.table["beta"] * self.scales[0] + self.shift
+        return y * self.eta * self._hidden[0]["theta"] * Settings.gamma
 
 
 class Loss:
     weight = 1.0
 
     def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
-        return model(x).square().mean() * self.weight * factor
+        more = slotted.delta * helper() * float(array[0]) * variable.get()
+        return model(x).square().mean() * self.weight * factor * more
 
 
 class Scene(SimpleNamespace):
@@ -46,6 +79,42 @@ class Scene(SimpleNamespace):
 def set_global(scene: Scene) -> None:
     global factor
     factor = 3.0
+
+
+def set_class(scene: Scene) -> None:
+    Settings.gamma = 3.0
+
+
+def set_class_of_model(scene: Scene) -> None:
+    Net.eta = 3.0
+
+
+def set_module(scene: Scene) -> None:
+    numbers.zeta = 3.0  # type: ignore[attr-defined]
+
+
+def set_function(scene: Scene) -> None:
+    helper.epsilon = 3.0  # type: ignore[attr-defined]
+
+
+def set_slot(scene: Scene) -> None:
+    slotted.delta = 3.0
+
+
+def set_array(scene: Scene) -> None:
+    array[0] = 3.0
+
+
+def set_variable(scene: Scene) -> None:
+    variable.set(3.0)
+
+
+def set_hidden(scene: Scene) -> None:
+    scene.model._hidden[0]["theta"] = 3.0
+
+
+def delete_state_of_one(scene: Scene) -> None:
+    del scene.optimizer.state[scene.model.last.weight]
 
 
 def set_loss(scene: Scene) -> None:
@@ -106,6 +175,8 @@ def replace_head(scene: Scene) -> None:
 
 EVENTS: list[Callable[[Scene], None]] = [
     *(set_global, set_loss, set_config, set_table, set_list, assign_buffer, swap_module, replace_forward),
+    *(set_class, set_class_of_model, set_module, set_function, set_slot, set_array, set_variable, set_hidden),
+    delete_state_of_one,
     *(add_forward_hook, add_gradient_hook, add_optimizer_hook, clear_state, replace_head),
 ]
 
@@ -119,8 +190,7 @@ def by_hand(scene: Scene, x: Tensor) -> Tensor:
 
 
 def train(mode: str, event: Callable[[Scene], None]) -> list[Tensor]:
-    global factor
-    factor = 1.0
+    reset_python()
     torch.manual_seed(0)
     model = Net()
     scene = Scene(model=model, loss=Loss(), optimizer=torch.optim.Adam(model.parameters(), lr=0.05))
@@ -132,7 +202,7 @@ def train(mode: str, event: Callable[[Scene], None]) -> list[Tensor]:
             event(scene)
         x = torch.randn(8, 4, generator=batches)
         losses.append(by_hand(scene, x) if step is None else step(x))
-    factor = 1.0
+    reset_python()
     if mode == "graph":
         assert step is not None
         assert step.explain().num_program_calls >= 3  # it was a program before
@@ -149,6 +219,7 @@ def test_a_change_between_steps_has_the_result_of_the_loop(
 
 
 def test_a_world_that_stays_the_same_is_equal_to_itself() -> None:
+    reset_python()
     world = World(Net(), Loss())
     before = world.values()
     assert world.values() == before

@@ -124,9 +124,13 @@ def optimizer_settings(optimizers: Sequence[torch.optim.Optimizer], *, with_rate
 
 
 def memory_of(parameters: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> Hashable:
-    """Where a program finds parameters and the state of optimizers: loading a checkpoint replaces the second."""
-    states = tuple((id(optimizer.state), len(optimizer.state) > 0) for optimizer in optimizers)
-    return (tuple(map(_address, parameters)), states)
+    """Where a program finds parameters and the state of optimizers: loading a checkpoint replaces the second.
+
+    Without ``parameters``, for a program that is given all tensors anew: only which there are.
+    """
+    states = tuple((id(o.state), tuple(map(len, o.state.values()))) for o in optimizers)
+    held = [v for o in optimizers for s in o.state.values() for v in s.values()] if parameters else []
+    return (tuple(map(_address, parameters)), states, tuple(id(v) for v in held if isinstance(v, Tensor)))
 
 
 def trains(parameters: Sequence[Tensor]) -> tuple[bool, ...]:

@@ -7,9 +7,11 @@ function; what they hold is compared by value where it is a plain number or word
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from functools import partial
+from contextvars import ContextVar
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +23,9 @@ _STRUCTURE = (
     *("_parameters", "_buffers", "_modules"),
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
 )
+# What every module has; the rest of its attributes are the program's, also those with a name like _this.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_MOST_BYTES = 4096  # of an array: a larger one is data
 _Look = Callable[[], Any]
 
 
@@ -66,7 +71,7 @@ class World:
     # ---------------------------------------------------------------- what there is to look at
 
     def _walk(self, value: Any, depth: int, around: str) -> None:
-        if type(value) in _PLAIN or isinstance(value, (Tensor, type, types.ModuleType)) or depth > _MOST_DEPTH:
+        if type(value) in _PLAIN or isinstance(value, (Tensor, types.ModuleType)) or depth > _MOST_DEPTH:
             return
         if id(value) in self._seen:
             return
@@ -78,47 +83,122 @@ class World:
             self._looks.append(look)
             self._labels.append(label)
             for entry in inner:
-                self._walk(entry, depth if isinstance(value, nn.Module) else depth + 1, label)
+                self._walk(entry, depth if isinstance(value, (nn.Module, type)) else depth + 1, label)
 
 
 def _containers(value: Any) -> Iterator[tuple[_Look, list[Any]]]:
     """Ways to look into ``value``, each with what is in there now."""
-    if isinstance(value, nn.Module):
+    if isinstance(value, type):
+        if _root(value.__module__) not in _NOT_LOOKED_INTO:
+            look = partial(_of_class, value)
+            yield look, look()
+    elif isinstance(value, nn.Module):
         for name in _STRUCTURE:
             entries: Mapping[Any, Any] = getattr(value, name)
             yield partial(_entries_of, value, name), list(entries.values()) if name == "_modules" else []
         if not (type(value).__module__.startswith("lockstep") or "_orig_mod" in value._modules):
-            yield partial(_public, vars(value)), _public(vars(value))
+            look = partial(_of_the_program, vars(value))
+            yield look, look()
+            yield list, list(type(value).__mro__)
     elif isinstance(value, types.FunctionType):
         names = [name for name in value.__code__.co_names if name in value.__globals__]
-        cells = value.__closure__ or ()
-        look = partial(_seen_by, value, names, cells)
+        look = partial(_seen_by, value, names, value.__closure__ or ())
         yield look, look()
+        for module in look():
+            if isinstance(module, types.ModuleType) and not _is_library(module.__name__):
+                inside = partial(_of_module, module, value.__code__.co_names)
+                yield inside, inside()
+        if vars(value):
+            yield partial(_items, vars(value)), list(vars(value).values())
     elif isinstance(value, types.MethodType):
         yield list, [value.__self__, value.__func__]
+    elif isinstance(value, (staticmethod, classmethod)):
+        yield list, [value.__func__]
+    elif isinstance(value, property):
+        yield list, [value.fget]
     elif isinstance(value, partial):
         yield list, [value.func, *value.args, *value.keywords.values()]
-    elif isinstance(value, (dict, list, tuple, set)):
+    elif isinstance(value, ContextVar):
+        look = partial(_of_variable, value)
+        yield look, look()
+    elif isinstance(value, (dict, list, tuple, set, types.MappingProxyType)):
         if len(value) <= _MOST_ENTRIES:
             look = partial(_items, value)
             yield look, look()
-    elif hasattr(value, "__dict__") and not callable(getattr(value, "__array__", None)):
-        yield partial(_items, vars(value)), list(vars(value).values())
-        call = vars(type(value)).get("__call__")
-        if isinstance(call, types.FunctionType):
-            yield list, [call]
+    elif callable(getattr(value, "__array__", None)):
+        if getattr(value, "nbytes", _MOST_BYTES) < _MOST_BYTES and hasattr(value, "tobytes"):
+            yield partial(_bytes_of, value), []
+    elif hasattr(value, "__dict__") or _slots_of(type(value)):
+        if hasattr(value, "__dict__"):
+            yield partial(_items, vars(value)), list(vars(value).values())
+        if slots := _slots_of(type(value)):
+            look = partial(_of_slots, value, slots)
+            yield look, look()
+        yield list, list(type(value).__mro__)
+
+
+# Of these no class is changed by a program.
+_NOT_LOOKED_INTO = frozenset(("torch", "lockstep", "numpy", "_thread")) | sys.stdlib_module_names
+
+
+def _root(name: str | None) -> str:
+    return (name or "builtins").partition(".")[0]
+
+
+@cache
+def _is_library(name: str | None) -> bool:
+    """Whether a module is installed, and not of the program itself."""
+    path = getattr(sys.modules.get(name or ""), "__file__", None) or ""
+    return _root(name) in _NOT_LOOKED_INTO or "site-packages" in path or "dist-packages" in path
+
+
+def _of_class(kind: type) -> list[Any]:
+    """What a class holds; of one that is installed only its values, since its functions are many."""
+    is_library = _is_library(kind.__module__)
+    return [
+        value
+        for name, value in vars(kind).items()
+        if not name.startswith("__")
+        and not isinstance(value, (types.MemberDescriptorType, types.GetSetDescriptorType))
+        and not (is_library and (callable(value) or hasattr(value, "__get__")))
+    ] + ([kind.__call__] if not is_library and isinstance(vars(kind).get("__call__"), types.FunctionType) else [])
+
+
+def _of_module(module: types.ModuleType, names: tuple[str, ...]) -> list[Any]:
+    return [vars(module).get(name) for name in names]
+
+
+def _of_variable(variable: ContextVar[Any]) -> list[Any]:
+    return [variable.get(None)]
+
+
+def _bytes_of(array: Any) -> list[Any]:
+    return [array.tobytes()]
+
+
+def _slots_of(kind: type) -> tuple[str, ...]:
+    found: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        if _root(base.__module__) not in _NOT_LOOKED_INTO:
+            found += [slots] if isinstance(slots, str) else list(slots)
+    return tuple(found)
+
+
+def _of_slots(value: Any, slots: tuple[str, ...]) -> list[Any]:
+    return [getattr(value, name, None) for name in slots]
 
 
 def _entries_of(module: nn.Module, name: str) -> list[Any]:
     return list(getattr(module, name).values())
 
 
-def _public(entries: Mapping[str, Any]) -> list[Any]:
-    return [value for name, value in entries.items() if name[0] != "_"]
+def _of_the_program(entries: Mapping[str, Any]) -> list[Any]:
+    return [v for name, v in entries.items() if name not in _OF_EVERY_MODULE and not name.startswith("_lockstep")]
 
 
 def _items(value: Any) -> list[Any]:
-    return [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
+    return [*value.keys(), *value.values()] if isinstance(value, (dict, types.MappingProxyType)) else list(value)
 
 
 def _seen_by(function: types.FunctionType, names: list[str], cells: Any) -> list[Any]:
