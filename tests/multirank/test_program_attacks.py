@@ -151,3 +151,27 @@ def change_within_windows(places: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("places", [(9,), (10,), (11,), (9, 14, 19)], ids=str)
 def test_a_program_and_the_loop_in_one_window(world: int, places: tuple[int, ...]) -> None:
     run_ranks(world, change_within_windows, places, preload=PRELOAD)
+
+
+def freeze_within_a_window(mode: str) -> list[Tensor]:
+    import lockstep
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    model = lockstep.DDP(module, bucket_cap_mb=1e-5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = lockstep.TrainStep(model, optimizer, lambda m, x: m(x).square().mean(), accumulate=2, mode=mode)
+    for call in range(12):
+        if call in (5, 7, 8):  # frozen after its first micro-step, trained again within and between windows
+            module[0].weight.requires_grad_(call != 5)
+        step(torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * call + dist.get_rank())))
+    assert mode == "loop" or step.explain().num_program_calls > 4
+    return [p.detach() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_frozen_within_a_window_keeps_what_it_had(world: int) -> None:
+    right = run_ranks(world, freeze_within_a_window, "loop", preload=PRELOAD)
+    found = run_ranks(world, freeze_within_a_window, "graph", preload=PRELOAD)
+    for mine in found:
+        torch.testing.assert_close(mine, right[0], rtol=1e-4, atol=1e-6)

@@ -112,8 +112,9 @@ class BucketUpdates:
         stand_ins = self._stand_ins.get(bucket)
         if stand_ins is None:
             stand_ins = self._stand_ins[bucket] = self._make(bucket)
-        if self._options.clip_value is not None:
-            torch.nn.utils.clip_grad_value_([slot.leaf for slot in bucket.slots], self._options.clip_value)
+        clipped = [slot.leaf for slot in bucket.slots if slot.leaf.grad is not None]
+        if self._options.clip_value is not None and clipped:
+            torch.nn.utils.clip_grad_value_(clipped, self._options.clip_value)
         for stand_in, optimizer, indices in stand_ins:
             for mine, index in zip(stand_in.param_groups, indices, strict=True):
                 mine.update({k: v for k, v in optimizer.param_groups[index].items() if k != "params"})

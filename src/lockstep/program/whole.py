@@ -59,7 +59,10 @@ class Whole:
         self._memory: Hashable = None
         wrappers = recipe.parallel.wrappers
         self._delivery = Delivery(wrappers[0]) if wrappers else None
-        self._gradients: list[Tensor] = []
+        # Gradients added up so far, by ``id`` of their parameter; which have any in this window; what trained then.
+        self._sum_of: dict[int, Tensor] = {}
+        self._has_sum: set[int] = set()
+        self._trained: tuple[bool, ...] = ()
         groups = [group for optimizer in recipe.options.optimizers for group in optimizer.param_groups]
         self._groups = groups
         device = recipe.parallel.device
@@ -77,8 +80,12 @@ class Whole:
             return self._loop(tree, index, is_last, None)
         batch = Batch.of(tree)
         key = self._key(batch, index, is_last)
-        program = self._programs.get(key)
-        if program is None and self._may_trace(key, batch):
+        if index == 0:
+            self._trained = trains(recipe.parameters)
+        # What was added up for a parameter that is frozen since is the loop's to reduce: no program knows of it.
+        is_other = self._trained != trains(recipe.parameters)
+        program = None if is_other else self._programs.get(key)
+        if program is None and not is_other and self._may_trace(key, batch):
             try:
                 program = self._programs[key] = self._make(batch, index, is_last)
             except Exception as error:
@@ -142,12 +149,13 @@ class Whole:
         recipe = self._recipe
         if index == 0:
             recipe.begin()
-            if recipe.options.accumulate > 1:
-                torch_private.foreach_zero(self._sums())
-        if recipe.options.accumulate > 1:
-            trained = [p for p in recipe.parameters if p.requires_grad]
-            for parameter, gradient in zip(trained, self._sums(), strict=True):
-                parameter.grad = gradient.detach()
+            self._has_sum.clear()
+        for parameter in recipe.parameters:
+            if id(parameter) in self._has_sum:
+                parameter.grad = self._sum_of[id(parameter)].detach()
+        for wrapper in recipe.parallel.wrappers:
+            for slot in wrapper.step.reducer.slots:
+                slot.dirty = slot.dirty or id(slot.leaf) in self._has_sum  # also if a program has added it up
         before = self._surroundings.values()
         result = recipe.micro(tree, is_last=is_last)
         if is_last:
@@ -167,20 +175,31 @@ class Whole:
 
         A program that comes next adds to them and reduces the result; in ``.grad`` it would be reduced once more.
         """
-        trained = [p for p in self._recipe.parameters if p.requires_grad]
-        for parameter, sum_so_far in zip(trained, self._sums(), strict=True):
-            gradient = parameter.grad
-            if gradient is not None and gradient.data_ptr() != sum_so_far.data_ptr():
-                sum_so_far.copy_(gradient)  # it was replaced, not added to
-            parameter.grad = None
+        for parameter in self._recipe.parameters:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                sum_so_far = self._sum_for(parameter)
+                if gradient.data_ptr() != sum_so_far.data_ptr():
+                    sum_so_far.copy_(gradient)  # it was replaced, or the first: not added to
+                self._has_sum.add(id(parameter))
+
+    def _sum_for(self, parameter: Tensor) -> Tensor:
+        found = self._sum_of.get(id(parameter))
+        if found is None or found.shape != parameter.shape or found.dtype != parameter.dtype:
+            found = self._sum_of[id(parameter)] = torch.zeros_like(parameter, requires_grad=False)
+        return found
 
     def _sums(self) -> list[Tensor]:
+        """What a program adds to: of all that train, zero where there is nothing yet."""
         if self._recipe.options.accumulate == 1:
             return []
-        trained = [p for p in self._recipe.parameters if p.requires_grad]
-        if [g.shape for g in self._gradients] != [p.shape for p in trained]:
-            self._gradients = [torch.zeros_like(p) for p in trained]
-        return self._gradients
+        sums = []
+        for parameter in self._recipe.parameters:
+            if parameter.requires_grad:
+                sums.append(self._sum_for(parameter))
+                if id(parameter) not in self._has_sum:
+                    sums[-1].zero_()
+        return sums
 
     # ---------------------------------------------------------------- making a program
 
@@ -236,7 +255,11 @@ class Whole:
         for wrapper in wrappers:
             with torch.enable_grad(), _syncing(wrapper, is_last):
                 wrapper._pre_forward()
+        if index == 0:
+            self._has_sum.clear()
         inputs = program.whole.inputs(batch.tensors, self._rates, self._sums())
+        if recipe.options.accumulate > 1:
+            self._has_sum.update(id(p) for p in recipe.parameters if p.requires_grad)
         if self._delivery is not None:
             self._delivery.enter()
         with torch.no_grad():
