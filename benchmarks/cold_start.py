@@ -12,7 +12,6 @@ better next to it than they are.
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +41,7 @@ def measure_first_step(workload: str, subject: str) -> dict[str, Any]:
     from torch._dynamo.utils import counters
 
     from models import WORKLOADS
+    from rank_timing import one_step
 
     what = WORKLOADS[workload]
     torch.manual_seed(100 + dist.get_rank())
@@ -50,18 +50,10 @@ def measure_first_step(workload: str, subject: str) -> dict[str, Any]:
     model = torch.compile(BY_NAME[subject].wrap(module))
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
 
-    def step() -> float:
-        dist.barrier()
-        begin = time.perf_counter()
-        model(batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return time.perf_counter() - begin
-
-    first = step()
+    first = one_step(model, batch, optimizer)
     return {
         "first": first,
-        "second": step(),
+        "second": one_step(model, batch, optimizer),
         "hits": counters["inductor"]["fxgraph_cache_hit"],
         "misses": counters["inductor"]["fxgraph_cache_miss"],
     }

@@ -31,6 +31,16 @@ def seconds_per_step(
     return measure
 
 
+def one_step(model: nn.Module, batch: Tensor, optimizer: torch.optim.Optimizer) -> float:
+    """Train ``model``, which gives the loss, for a step that all ranks begin together; return its seconds here."""
+    dist.barrier()
+    begin = time.perf_counter()
+    model(batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return time.perf_counter() - begin
+
+
 def training(model: nn.Module, batches: Sequence[Tensor]) -> Callable[[int], None]:
     """Train ``model``, which gives the loss, for a number of steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

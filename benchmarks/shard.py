@@ -90,21 +90,14 @@ def measure_first_step(subject: str, compiled: str) -> dict[str, float]:
     import torch.distributed as dist
 
     from models import WORKLOADS
+    from rank_timing import one_step
 
     what = WORKLOADS[WORKLOAD]
     torch.manual_seed(100 + dist.get_rank())
     batch = what.batch()
     model, optimizer = _sharded(what.build(), subject, compiled)
 
-    def step() -> float:
-        dist.barrier()
-        begin = time.perf_counter()
-        model(batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return time.perf_counter() - begin
-
-    return {"first": step(), "second": step()}
+    return {name: one_step(model, batch, optimizer) for name in ("first", "second")}
 
 
 # In the parent

@@ -63,6 +63,11 @@ def test_a_kill_from_outside_is_the_cause(tmp_path: Path) -> None:
     ("line", "status", "words"),
     [
         ("sys.exit(3)", 3, r"sys\.exit\(3\) at .*train\.py:5"),
+        (
+            "import lockstep, torch; lockstep.DDP(torch.nn.Linear(1, 1), init_sync=False); sys.exit(3)",
+            3,
+            r"sys\.exit\(3\) at .*train\.py:5",
+        ),
         ("sys.exit('no data')", 1, r"sys\.exit\('no data'\) at .*train\.py:5"),
         ("os._exit(5)", 5, r"ended with status 5, without a Python exception"),
         ("os.abort()", 134, r"was killed by SIGABRT"),

@@ -119,7 +119,15 @@ def run_function(run: Run, rank: int, store: Any, request: dict[str, Any]) -> An
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=run.world, timeout=timedelta(seconds=run.limit_s)
         )
+        meet(store, run.world)
     return function(*args, **kwargs)
+
+
+def meet(store: Any, world: int) -> None:
+    """Waits until every rank has its connections: gloo fails on a late one whose peer has ended by then."""
+    if store.add("harness/connected", 1) == world:
+        store.set("harness/all_connected", "")
+    store.wait(["harness/all_connected"])
 
 
 def connect_store(run: Run) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from launching import LOCKSTEP, run_command
 from tests.multirank.artifact_script import make, train
 from tests.multirank.harness import lockstep_only, run_outcomes, run_ranks
+from tests.multirank.words import Words
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
 
@@ -114,17 +114,6 @@ def pretend_to_compile() -> list[bytes]:
     torch_private.compiled_libraries = dict
     torch_private.load_compiled = lambda graphs, libraries: found.append(graphs) or 1
     return found
-
-
-class Words(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.warnings: list[str] = []
-        logging.getLogger("lockstep").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno >= logging.WARNING:
-            self.warnings.append(record.getMessage())
 
 
 def save_one(path: str) -> None:

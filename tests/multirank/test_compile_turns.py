@@ -5,7 +5,6 @@ The limit of a wait is set far above that of the run: a rank that waited for not
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.multirank.harness import lockstep_only, run_ranks
+from tests.multirank.words import Words
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
 
@@ -28,19 +28,6 @@ NEVER = {"LOCKSTEP_COMPILE_TIMEOUT": "1000", "LOCKSTEP_STALL_SECONDS": "1000"}  
 def build() -> nn.Module:
     torch.manual_seed(11)
     return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3))
-
-
-class Words(logging.Handler):
-    """What the project logged on this rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.warnings: list[str] = []
-        logging.getLogger("lockstep").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno >= logging.WARNING:
-            self.warnings.append(record.getMessage())
 
 
 class Training:

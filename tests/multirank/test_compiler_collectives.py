@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -11,22 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.multirank.harness import lockstep_only, run_ranks
+from tests.multirank.words import Words
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
 PRELOAD = ("torch._functorch.aot_autograd",)
 # Above the limit of a run: who waits until the deadline fails the test.
 NEVER = {"LOCKSTEP_COMPILE_TIMEOUT": "1000"}
-
-
-class Words(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.warnings: list[str] = []
-        logging.getLogger("lockstep").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno >= logging.WARNING and "to meet for" in record.getMessage():
-            self.warnings.append(record.getMessage())
 
 
 class Training:
@@ -61,7 +50,7 @@ def num_graphs() -> int:
 
 
 def see_other_sizes(rows: list[list[int]]) -> dict[str, Any]:
-    words = Words()
+    words = Words("to meet for")
     settings_on()
     training, graphs = Training(), []
     for sizes in rows:
@@ -84,7 +73,7 @@ def test_a_guard_that_fails_on_one_rank_makes_all_compile() -> None:
 
 
 def one_does_not_compile(world: int) -> dict[str, Any]:
-    words = Words()
+    words = Words("to meet for")
     settings_on()
     training = Training(compiles=dist.get_rank() != world - 1)
     for sizes in ([4] * world, [5] * world, [6] * world):
@@ -109,7 +98,7 @@ def test_a_rank_that_does_not_compile_holds_nobody_up(world: int) -> None:
 
 def guards_on_one_rank_only() -> dict[str, Any]:
     """All ranks compile, then one goes on eagerly: the guards of the others have nobody to ask."""
-    words = Words()
+    words = Words("to meet for")
     settings_on()
     training = Training()
     training.step([4, 4])

@@ -56,6 +56,21 @@ def test_the_bits_are_those_of_one_update_for_all(name: str, options: dict[str, 
     assert all(p.grad is None for p in step._options.model.parameters())
 
 
+def test_a_bucket_without_gradients_is_passed_by() -> None:
+    """A frozen one, where others are clipped: the bits of one update for all."""
+    found = []
+    for by_bucket in (False, True):
+        torch.manual_seed(0)
+        model = lockstep.DDP(Mlp(), bucket_cap_mb=ONE_EACH)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = lockstep.TrainStep(model, optimizer, loss_of, mode="loop", clip_value=0.01, update_by_bucket=by_bucket)
+        for index in range(6):
+            model.module.first.weight.requires_grad_(index < 3)
+            step(batch_of(index))
+        found.append([p.detach() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def peak(by_bucket: bool) -> int:
     """Of a step of a model whose gradients are most of what there is."""
     torch.manual_seed(0)

@@ -179,6 +179,44 @@ def test_a_program_and_the_loop_in_one_window(places: tuple[int, ...], monkeypat
     assert machine.num_records > 3
 
 
+def test_what_a_program_adds_up_is_known_to_the_step_until_it_is_reduced() -> None:
+    """If the loop ends the window, it reduces what was added up of a parameter that is frozen by then, too."""
+    case = CASES["accumulate"]
+    setup = set_up(case, lockstep.DDP, "fused")
+    step, machine = captured(case, setup)
+    slots = setup.model.step.reducer.slots
+    for index in range(8 * case.accumulate):
+        replayed = machine.num_replays
+        step(batch_of(index))
+        if machine.num_replays > replayed:
+            is_last = (index + 1) % case.accumulate == 0
+            assert all(slot.dirty is not is_last for slot in slots), index
+    assert machine.num_replays > 8
+
+
+@pytest.mark.parametrize("place", [21, 22, 23])
+def test_what_is_frozen_within_a_window_keeps_what_it_had(place: int) -> None:
+    case = CASES["accumulate"]
+
+    def parameter_of(setup: Setup) -> nn.Parameter:
+        return next(iter(setup.module.parameters()))
+
+    def values(call: Callable[[int], Any], setup: Setup) -> list[torch.Tensor]:
+        for index in range(10 * case.accumulate):
+            if index in (place, 32):
+                parameter_of(setup).requires_grad_(index == 32)
+            call(index)
+        return [p.detach() for p in setup.module.parameters()]
+
+    one, other = (set_up(case, lockstep.DDP, "fused") for _ in range(2))
+    loop = make_step(case, one, "loop")
+    right = values(lambda index: loop(batch_of(index)), one)
+    step, machine = captured(case, other)
+    found = values(lambda index: step(batch_of(index)), other)
+    assert all(torch.equal(a, b) for a, b in zip(right, found, strict=True))
+    assert machine.num_replays > 8
+
+
 def test_gradients_can_be_looked_at_after_a_replay() -> None:
     case = CASES["mlp"]
     seen = []

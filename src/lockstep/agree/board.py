@@ -253,9 +253,30 @@ def open_board(process_group: Any, kind: str = "wrappers") -> Board | None:
         return None  # a group that was not made by init_process_group brings no store along
     place = f"{process_group.group_name}/{kind}"
     index = next(_wrap_counters.setdefault(f"{place}/{process_group.rank()}", count()))  # ranks may be threads
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefix = f"lockstep/{attempt}/{place}/{index}"
+    prefix = f"lockstep/{_attempt()}/{place}/{index}"
     return board_of(process_group, store, prefix)
+
+
+_boards_of_all: weakref.WeakKeyDictionary[Any, dict[str, Board]] = weakref.WeakKeyDictionary()
+
+
+def board_of_all(kind: str) -> Board | None:
+    """The board of this kind that all ranks of the default group share; None where there is nobody to share it with."""
+    try:
+        group, store = torch_private.default_group(), torch_private.default_store()
+    except (RuntimeError, ValueError):
+        return None
+    if group.size() == 1 or torch_private.is_pretended(group):
+        return None
+    boards = _boards_of_all.setdefault(group, {})
+    if kind not in boards:
+        boards[kind] = board_of(group, store, f"lockstep/{_attempt()}/{group.group_name}/{kind}")
+    return boards[kind]
+
+
+def _attempt() -> str:
+    """Which attempt this is: a launcher may keep its store over restarts."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def board_of(process_group: Any, store: Any, prefix: str) -> Board:

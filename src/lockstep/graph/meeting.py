@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from time import monotonic
 from typing import Any
 
 from lockstep import settings, torch_private
-from lockstep.agree.board import Board, board_of
+from lockstep.agree.board import Board, board_of_all
 from lockstep.errors import StoreSilent
 
 logger = logging.getLogger("lockstep")
@@ -118,22 +117,17 @@ def _warn_alone(subject: str, ranks: Sequence[int]) -> None:
     )
 
 
-_meetings: weakref.WeakKeyDictionary[Any, Meeting] = weakref.WeakKeyDictionary()
+_meetings: weakref.WeakKeyDictionary[Board, Meeting] = weakref.WeakKeyDictionary()
 
 
 def _meeting() -> Meeting | None:
-    """That of the default group; None where there is nobody to meet."""
-    try:
-        group, store = torch_private.default_group(), torch_private.default_store()
-    except (RuntimeError, ValueError):
+    """That of all ranks; None where there is nobody to meet."""
+    board = board_of_all("compiler")
+    if board is None:
         return None
-    if group.size() == 1 or torch_private.is_pretended(group):
-        return None
-    found = _meetings.get(group)
+    found = _meetings.get(board)
     if found is None:
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        prefix = f"lockstep/{attempt}/{group.group_name}/compiler"
-        found = _meetings[group] = Meeting(board_of(group, store, prefix))
+        found = _meetings[board] = Meeting(weakref.proxy(board))  # which lives as long as its group does
     return found
 
 

@@ -11,19 +11,14 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
-import weakref
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any
 
 from lockstep import settings, torch_private
-from lockstep.agree.board import Board, board_of
+from lockstep.agree.board import Board, board_of_all
 from lockstep.errors import StoreSilent
 
 logger = logging.getLogger("lockstep")
-
-_boards: weakref.WeakKeyDictionary[Any, Board] = weakref.WeakKeyDictionary()
 
 
 class _Gone(Exception):
@@ -37,7 +32,7 @@ def start() -> None:
 
 def share(what: str, candidates: Sequence[str], measure: Callable[[], list[float]]) -> list[float]:
     """The seconds of each candidate, the same on all ranks that ask for the same."""
-    board = _board()
+    board = board_of_all("tuning")
     if board is None:
         return measure()
     try:
@@ -90,18 +85,3 @@ def _read(text: str, candidates: Sequence[str]) -> list[float] | None:
     except (ValueError, TypeError, KeyError):
         return None
     return None if any(map(math.isnan, found)) else found
-
-
-def _board() -> Board | None:
-    """That of the default group; None where there is nobody to share with."""
-    try:
-        group, store = torch_private.default_group(), torch_private.default_store()
-    except (RuntimeError, ValueError):
-        return None
-    if group.size() == 1 or torch_private.is_pretended(group):
-        return None
-    found = _boards.get(group)
-    if found is None:
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        found = _boards[group] = board_of(group, store, f"lockstep/{attempt}/{group.group_name}/tuning")
-    return found

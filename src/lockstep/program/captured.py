@@ -26,7 +26,7 @@ from lockstep import errors, torch_private
 from lockstep.observe.timeline import now
 from lockstep.program.batch import Batch, map_tensors
 from lockstep.program.cuda import Inbox, Machine, Mark, Recording
-from lockstep.program.guards import HostRandomness, Surroundings, memory_of, optimizer_settings, trains
+from lockstep.program.guards import HostRandomness, Surroundings, TrainedInWindow, memory_of, optimizer_settings, trains
 from lockstep.program.optimizers import Rates, keeps_python_state, load_kernels, move_step_counts
 from lockstep.program.places import shown
 from lockstep.program.reasons import JOINED, takes_rate_as_tensor
@@ -78,6 +78,7 @@ class Captured:
         self._memory: Hashable = None
         self._kept: list[Tensor] | None = None  # see [Note: gradients that stay]
         self._current: Program | None = None
+        self._trained = TrainedInWindow()
         self._counter = torch.zeros((), dtype=torch.int64, device=recipe.parallel.device)
         self._counter.add_(0)  # its kernel is loaded before it is captured
         self._num_counted = 0
@@ -92,7 +93,8 @@ class Captured:
         batch = Batch.of(tree)
         key = self._key(batch, index, is_last)
         program = self._programs.get(key)
-        can = program is not None or self._may_capture(key, batch)
+        is_other = self._trained.has_changed(self._recipe.parameters, index)
+        can = not is_other and (program is not None or self._may_capture(key, batch))
         if self._recipe.parallel.is_joined:
             self._record.fall_back(JOINED)
             return self._loop(tree, index, is_last, key)
@@ -226,8 +228,9 @@ class Captured:
 
     def _attach_kept(self) -> None:
         if self._kept is not None:
-            for parameter, kept in zip(self._recipe.parameters, self._kept, strict=True):
-                parameter.grad = kept.detach() if parameter.requires_grad else None
+            places = zip(self._recipe.parameters, self._kept, self._trained.as_it_began, strict=True)
+            for parameter, kept, has_one in places:
+                parameter.grad = kept.detach() if has_one else None
 
     # ---------------------------------------------------------------- capture
 

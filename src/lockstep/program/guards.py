@@ -138,6 +138,25 @@ def trains(parameters: Sequence[Tensor]) -> tuple[bool, ...]:
     return tuple([p.requires_grad for p in parameters])
 
 
+class TrainedInWindow:
+    """What trains as a window begins.
+
+    What was added up for a parameter that is frozen since is the loop's to reduce: no program knows of it.
+    """
+
+    def __init__(self) -> None:
+        self.as_it_began: tuple[bool, ...] = ()
+        self._has_changed = False
+
+    def has_changed(self, parameters: Sequence[Tensor], index: int) -> bool:
+        """Whether other parameters train in micro-step ``index``, or did before it, than in the first of its window."""
+        now = trains(parameters)
+        if index == 0:
+            self.as_it_began, self._has_changed = now, False
+        self._has_changed = self._has_changed or now != self.as_it_began
+        return self._has_changed
+
+
 class HostRandomness:
     """The random numbers of the host, which a program cannot draw: Python's, NumPy's and those of torch on the CPU."""
 

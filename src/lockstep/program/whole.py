@@ -16,7 +16,7 @@ from lockstep.graph.compare import compare, describe_program, differing_places, 
 from lockstep.graph.turns import take_turn
 from lockstep.program.batch import Batch, map_tensors
 from lockstep.program.deliver import Delivery, launch_early
-from lockstep.program.guards import HostRandomness, Surroundings, memory_of, optimizer_settings, trains
+from lockstep.program.guards import HostRandomness, Surroundings, TrainedInWindow, memory_of, optimizer_settings, trains
 from lockstep.program.optimizers import keeps_python_state, move_step_counts
 from lockstep.program.places import shown
 from lockstep.program.reasons import JOINED
@@ -59,10 +59,10 @@ class Whole:
         self._memory: Hashable = None
         wrappers = recipe.parallel.wrappers
         self._delivery = Delivery(wrappers[0]) if wrappers else None
-        # Gradients added up so far, by ``id`` of their parameter; which have any in this window; what trained then.
+        # Gradients added up so far, by ``id`` of their parameter; and which have any in this window.
         self._sum_of: dict[int, Tensor] = {}
         self._has_sum: set[int] = set()
-        self._trained: tuple[bool, ...] = ()
+        self._trained = TrainedInWindow()
         groups = [group for optimizer in recipe.options.optimizers for group in optimizer.param_groups]
         self._groups = groups
         device = recipe.parallel.device
@@ -80,10 +80,7 @@ class Whole:
             return self._loop(tree, index, is_last, None)
         batch = Batch.of(tree)
         key = self._key(batch, index, is_last)
-        if index == 0:
-            self._trained = trains(recipe.parameters)
-        # What was added up for a parameter that is frozen since is the loop's to reduce: no program knows of it.
-        is_other = self._trained != trains(recipe.parameters)
+        is_other = self._trained.has_changed(recipe.parameters, index)
         program = None if is_other else self._programs.get(key)
         if program is None and not is_other and self._may_trace(key, batch):
             try:
@@ -153,9 +150,6 @@ class Whole:
         for parameter in recipe.parameters:
             if id(parameter) in self._has_sum:
                 parameter.grad = self._sum_of[id(parameter)].detach()
-        for wrapper in recipe.parallel.wrappers:
-            for slot in wrapper.step.reducer.slots:
-                slot.dirty = slot.dirty or id(slot.leaf) in self._has_sum  # also if a program has added it up
         before = self._surroundings.values()
         result = recipe.micro(tree, is_last=is_last)
         if is_last:
@@ -185,21 +179,29 @@ class Whole:
 
     def _sum_for(self, parameter: Tensor) -> Tensor:
         found = self._sum_of.get(id(parameter))
-        if found is None or found.shape != parameter.shape or found.dtype != parameter.dtype:
+        if found is None or (found.shape, found.dtype, found.device) != (
+            parameter.shape,
+            parameter.dtype,
+            parameter.device,
+        ):
             found = self._sum_of[id(parameter)] = torch.zeros_like(parameter, requires_grad=False)
         return found
 
     def _sums(self) -> list[Tensor]:
-        """What a program adds to: of all that train, zero where there is nothing yet."""
+        """What a program adds to, of all that train; the first of a window writes over it."""
         if self._recipe.options.accumulate == 1:
             return []
-        sums = []
-        for parameter in self._recipe.parameters:
-            if parameter.requires_grad:
-                sums.append(self._sum_for(parameter))
-                if id(parameter) not in self._has_sum:
-                    sums[-1].zero_()
-        return sums
+        return [self._sum_for(p) for p in self._recipe.parameters if p.requires_grad]
+
+    def _have_sums(self, index: int) -> None:
+        """Before a program: all that trains has a sum from now on, which is zero if there was none."""
+        if self._recipe.options.accumulate == 1:
+            return
+        trained = [p for p in self._recipe.parameters if p.requires_grad]
+        empty = [self._sum_for(p) for p in trained if id(p) not in self._has_sum] if index > 0 else []
+        if empty:
+            torch_private.foreach_zero(empty)
+        self._has_sum = set(map(id, trained))
 
     # ---------------------------------------------------------------- making a program
 
@@ -255,11 +257,8 @@ class Whole:
         for wrapper in wrappers:
             with torch.enable_grad(), _syncing(wrapper, is_last):
                 wrapper._pre_forward()
-        if index == 0:
-            self._has_sum.clear()
+        self._have_sums(index)
         inputs = program.whole.inputs(batch.tensors, self._rates, self._sums())
-        if recipe.options.accumulate > 1:
-            self._has_sum.update(id(p) for p in recipe.parameters if p.requires_grad)
         if self._delivery is not None:
             self._delivery.enter()
         with torch.no_grad():

@@ -37,6 +37,10 @@ def note_replay(parallel: Parallel, *, is_last: bool) -> None:
     for wrapper in parallel.wrappers:
         step: Any = wrapper.step
         wrapper._parts.buffers.is_due = is_last
+        if step.holds_local_gradients or not is_last:
+            # If the loop ends the window it reduces what was added up here, of parameters that are frozen by then too.
+            for slot in step.reducer.slots:
+                slot.dirty = not is_last and slot.parameter.requires_grad
         step.holds_local_gradients = not is_last
         if is_last:
             step.has_forward = step.has_fresh_gradients = False

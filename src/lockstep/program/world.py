@@ -80,8 +80,9 @@ class World:
             type(value).__name__ if isinstance(value, nn.Module) or not around else f"{around}: {type(value).__name__}"
         )
         for look, inner in _containers(value):
-            self._looks.append(look)
-            self._labels.append(label)
+            if look is not list:  # what is only passed through cannot change
+                self._looks.append(look)
+                self._labels.append(label)
             for entry in inner:
                 self._walk(entry, depth if isinstance(value, (nn.Module, type)) else depth + 1, label)
 
