@@ -93,3 +93,4 @@ class Peers:
         step.closing.union.move(self.control, self.name)
         # Members of the new group may come from groups that have reduced more or less often.
         step.num_windows = step.num_updates = step.num_resets = 0
+        step.drift.forget()

@@ -151,6 +151,7 @@ class UnevenInputs(Joinable):
         """Take the model of a rank that trained to the end."""
         self.step.num_updates = 0  # ranks that ran out of data have made fewer
         self.step.has_fresh_gradients = False
+        self.step.drift.forget()
         self.authoritative_rank = self.find_common_rank(self._peers.rank, is_last_joiner)
         sync_module_states(
             self._module,

@@ -10,6 +10,7 @@ from lockstep import errors
 from lockstep.agree.beat import Place
 from lockstep.agree.stamp import Stamp
 from lockstep.engine.bucket import LiveBucket, Slot
+from lockstep.engine.drift import NOTHING
 from lockstep.engine.grads import set_gradient, set_late_aside
 from lockstep.engine.states import Kind
 from lockstep.engine.union import Union
@@ -48,6 +49,11 @@ class Closing:
 
     # ---------------------------------------------------------------- what ranks tell each other
 
+    @property
+    def compares(self) -> bool:
+        """Whether ranks compare at the end of this window."""
+        return self.union.control is not None and self.union.check != "off" and not self.is_compared
+
     def _unite(self) -> int:
         """Compare stamps; returns what any rank has: remainders by bucket, or parameters reached, as a set of bits."""
         reducer = self._step.reducer
@@ -63,8 +69,17 @@ class Closing:
         reducer.land_unordered()
         start = now()
         bits, counts = self.union.unite(
-            reducer.transport, self._stamp, bits, used, self._moment, self._step.updates_itself, mark, waited_us
+            reducer.transport,
+            self._stamp,
+            bits,
+            used,
+            self._moment,
+            self._step.updates_itself,
+            mark,
+            waited_us,
+            self._step.drift.words() if self.compares else NOTHING,
         )
+        self._step.drift.judge(self._step, self.union.drift)
         reducer.timeline.record("compare", start, now())
         self._marks = self.union.marks
         reducer.timeline.stragglers.note(self.union.waits, reducer.rank, reducer.transport.watch.shown)

@@ -42,6 +42,8 @@ def has_one_collective(hook: CommHook) -> bool:
 class Exchange(Protocol):
     # Whether the exchange of a sum is the sum of the exchanges: what came late may then be exchanged by itself.
     is_linear: bool
+    # Whether all ranks are known to be given the same result.
+    is_same_on_all: bool
 
     @property
     def keeps_order(self) -> bool:
@@ -59,7 +61,7 @@ class Exchange(Protocol):
 class MeanExchange:
     """The mean over the ranks."""
 
-    is_linear = keeps_order = True
+    is_linear = keeps_order = is_same_on_all = True
     name = ""
 
     def __init__(self, transport: Transport) -> None:
@@ -96,6 +98,8 @@ class HookExchange:
         self.state, self.hook, self.name = state, hook, name
         self.keeps_order = bool(getattr(hook, "keeps_order", False)) or has_one_collective(hook)
         self.is_linear = bool(getattr(hook, "is_linear", False)) or has_one_collective(hook)
+        ours = str(getattr(hook, "__module__", "")).startswith("lockstep.hooks")
+        self.is_same_on_all = ours or has_one_collective(hook)
 
     def scale(self, like: Tensor) -> float:
         return 1.0

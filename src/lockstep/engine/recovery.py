@@ -58,6 +58,7 @@ def reset_together(step: SyncStep, mended: str = "") -> None:
         _require_equal(step, facts)
         step.num_updates = 0
         step.has_fresh_gradients = False
+        step.drift.forget()
 
 
 def _read_fact(rank: int, text: str) -> tuple[int, int, str]:
@@ -88,6 +89,8 @@ def _require_equal(step: SyncStep, facts: Mapping[int, tuple[int, int, str]]) ->
             f"{rank_table(updates)}\nFix: {WEIGHTS_DIFFER}.",
             updates,
         )
+    if step.drift.is_known and "nothing" in mended.values():
+        raise Disagreement(f"The weights of ranks differ, as was told.\nFix: {WEIGHTS_DIFFER}.")
 
 
 def _catch_up(step: SyncStep, sent: int, most: int) -> None:

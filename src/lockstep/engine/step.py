@@ -44,6 +44,7 @@ from lockstep.engine import registry
 from lockstep.engine.bucket import LiveBucket, Slot
 from lockstep.engine.casts import Casts
 from lockstep.engine.closing import Closing
+from lockstep.engine.drift import Drift
 from lockstep.engine.intake import Intake
 from lockstep.engine.lane import Lane
 from lockstep.engine.reducer import Reducer
@@ -102,6 +103,7 @@ class SyncStep:
         self._output_task = -2
         self.intake = Intake(self)
         self.closing = Closing(self, union)
+        self.drift = Drift()
         self.rebuild()
         self._forget_window()
         self.forget_pass()
@@ -198,6 +200,8 @@ class SyncStep:
         self.ready_order = []
         self.reducer.num_buckets_reduced = 0
         self.reducer.finiteness.open()
+        if self.closing.compares:
+            self.drift.open(self)
         for bucket in self.reducer.buckets:
             bucket.open()
         for slot in self.reducer.slots:

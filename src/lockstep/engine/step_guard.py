@@ -21,8 +21,9 @@ from lockstep.engine.step import SyncStep
 
 _watched: weakref.WeakSet[SyncStep] = weakref.WeakSet()
 _installed = False
-# Which steps an optimizer updates, as long as it holds as many parameters.
-_touched: weakref.WeakKeyDictionary[Any, tuple[Any, list[weakref.ref[SyncStep]]]] = weakref.WeakKeyDictionary()
+# Which steps an optimizer updates and how much of each, as long as it holds as many parameters.
+_Shares = list[tuple[weakref.ref[SyncStep], int]]
+_touched: weakref.WeakKeyDictionary[Any, tuple[Any, _Shares]] = weakref.WeakKeyDictionary()
 
 
 def watch(step: SyncStep) -> None:
@@ -38,9 +39,11 @@ def watch(step: SyncStep) -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return  # it is traced once, and would be traced away; the graph itself is watched, see ddp/dispatch.py
-    for reference in steps_of(optimizer):
+    for reference, num_parameters in _shares_of(optimizer):
         step = reference()
         if step is not None:
+            if step.closing.union.control is not None:
+                step.drift.note_update(optimizer, num_parameters)
             step.reducer.finiteness.drop(step.reducer.slots)
             before_update(step, lambda: _ids(optimizer))
 
@@ -63,14 +66,20 @@ def before_update(step: SyncStep, stepped: Callable[[], set[int]]) -> None:
 
 def steps_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[SyncStep]]:
     """The steps whose parameters an optimizer has."""
+    return [reference for reference, _ in _shares_of(optimizer)]
+
+
+def _shares_of(optimizer: torch.optim.Optimizer) -> _Shares:
+    """The steps whose parameters an optimizer has, and how many of each."""
     size = [len(group["params"]) for group in optimizer.param_groups]
     known = _touched.get(optimizer)
     if known is not None and known[0] == size:
         return known[1]
     ids = _ids(optimizer)
-    steps = [weakref.ref(step) for step in _watched if any(id(slot.leaf) in ids for slot in step.reducer.slots)]
-    _touched[optimizer] = (size, steps)
-    return steps
+    counts = [(step, sum(id(slot.leaf) in ids for slot in step.reducer.slots)) for step in _watched]
+    shares = [(weakref.ref(step), count) for step, count in counts if count]
+    _touched[optimizer] = (size, shares)
+    return shares
 
 
 def _ids(optimizer: torch.optim.Optimizer) -> set[int]:

@@ -17,13 +17,14 @@ import torch
 from lockstep import errors
 from lockstep.agree.control import ControlPlane, from_words, to_words
 from lockstep.agree.stamp import Stamp, disagreement
+from lockstep.engine.drift import NOTHING, Words
 from lockstep.engine.transport import Transport
 
 Check = Literal["step", "collective", "off"]
 _STAMP_SECONDS = 60.0
 # In the place of a stamp: of a rank that has run out of data, and of one that does not compare.
 _JOINED, _UNCHECKED = 0, -1
-_HEAD = 3  # numbers before the sets: stamp, mark, waited
+_HEAD = 5  # numbers before the sets: stamp, mark, waited, and two of drift.py
 
 
 class Union:
@@ -37,6 +38,7 @@ class Union:
         # What each rank told in the last exchange: a mark (nonfinite.py), and how long it waited in the window before.
         self.marks: list[int] = []
         self.waits: list[int] = []
+        self.drift: dict[int, Words] = {}  # by rank, of those that have data and compare
         # Not where some ranks never update the model themselves, but are given its weights.
         self.compares_updates = True
 
@@ -61,6 +63,7 @@ class Union:
         updates_itself: Callable[[], bool],
         mark: int = 0,
         waited_us: int = 0,
+        drift: Words = NOTHING,
     ) -> tuple[int, list[int] | None]:
         """Compare stamps; returns the bits that any rank has, and how many ranks used each parameter.
 
@@ -68,7 +71,7 @@ class Union:
         """
         mine = stamp() if self.check != "off" else None
         digest = mine.digest() if mine is not None else _UNCHECKED
-        digests, united, counts = self._tell(transport, [digest, mark, waited_us], bits, used, moment)
+        digests, united, counts = self._tell(transport, [digest, mark, waited_us, *drift], bits, used, moment)
         if digests - {digest, _JOINED}:
             if mine is None:
                 raise errors.Disagreement("Ranks were wrapped with different values of check=.")
@@ -81,7 +84,7 @@ class Union:
 
     def mirror(self, transport: Transport, num_used: int, moment: Callable[[], str]) -> tuple[int, list[int] | None]:
         """Take part without a word of one's own: a rank that has run out of data (join)."""
-        _, united, counts = self._tell(transport, [_JOINED, 0, 0], 0, [0] * num_used or None, moment)
+        _, united, counts = self._tell(transport, [_JOINED, 0, 0, *NOTHING], 0, [0] * num_used or None, moment)
         return united, counts
 
     def _tell(
@@ -96,6 +99,8 @@ class Union:
         everyones = self.control.start(message, transport.watch).wait(moment)
         self.marks = [numbers[1] for numbers in everyones]
         self.waits = [numbers[2] for numbers in everyones]
+        silent = (_JOINED, _UNCHECKED)
+        self.drift = {r: Words(*told[3:_HEAD]) for r, told in enumerate(everyones) if told[0] not in silent}
         middle, end = _HEAD + len(words), len(message)
         united = reduce(or_, (from_words(numbers[_HEAD:middle]) for numbers in everyones))
         counts = None

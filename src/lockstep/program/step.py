@@ -87,7 +87,7 @@ class TrainStep:
         self._parallel = Parallel(model)
         self._loading = Loading(loading.source_for_next_step(), self._parallel)
         self._recipe = Recipe(options, self._parallel)
-        self._together = Together(self._parallel)
+        self._together = Together(self._parallel, self._options.optimizers)
         self._record = Record(asked=mode)
         self._runner: _Loop | Captured | Whole | None = None
         self._micro = 0

@@ -11,14 +11,17 @@ from __future__ import annotations
 import json
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from lockstep import errors, settings, torch_private
 from lockstep.agree.board import open_board
 from lockstep.agree.stamp import Stamp, disagreement
 from lockstep.agree.watch import Watch
+from lockstep.engine.drift import NOTHING, Words
 from lockstep.program.parts import Parallel
 from lockstep.shard.mesh import whole_group
 
@@ -36,7 +39,8 @@ def watch_of_shards(module: Any) -> Watch:
 class Together:
     """The ranks that run a train step of one wrapped model; nobody else for a plain one."""
 
-    def __init__(self, parallel: Parallel) -> None:
+    def __init__(self, parallel: Parallel, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
+        self._optimizers = optimizers
         self._wrappers = parallel.wrappers
         self._sharded = parallel.sharded[:1]
         self._serials = []
@@ -88,16 +92,26 @@ class Together:
             stamp = self._stamp(wrapper, micro)
             digest = stamp.digest() if union.check != "off" else 1
             moment = f"the comparison of ranks before step {step.num_windows}"
-            numbers = [digest, int(can), mark]
+            numbers = [digest, int(can), mark, *self._drift_of(step)]
             everyones = control.start(numbers, reducer.transport.watch).wait(lambda m=moment: m)
             if len({numbers[0] for numbers in everyones}) > 1:
                 error = disagreement(control.board, control.moment, stamp, True, _STAMP_SECONDS)
                 if error is not None:
                     step.tell_peers(error)
                     raise error
+            if union.check != "off":
+                with step.telling_peers():
+                    step.drift.judge(step, {rank: Words(*numbers[3:5]) for rank, numbers in enumerate(everyones)})
             can = all(numbers[1] for numbers in everyones)
             self._judge(step, [numbers[2] for numbers in everyones])
         return can
+
+    def _drift_of(self, step: Any) -> Words:
+        if step.closing.union.check == "off":
+            return NOTHING
+        step.drift.open(step)
+        step.drift.use_settings(self._optimizers)
+        return step.drift.words()  # type: ignore[no-any-return]
 
     @staticmethod
     def _judge(step: Any, marks: list[int]) -> None:

@@ -102,6 +102,7 @@ class ScatterExchange:
     """The mean over all ranks, of which each keeps its shard."""
 
     is_linear = keeps_order = True
+    is_same_on_all = False  # each rank is given its part
 
     def __init__(self, transport: Transport, loads: Sequence[Load]) -> None:
         self._transport = transport
@@ -209,7 +210,7 @@ class ScatterFlight:
 class HookExchange:
     """A program's communication hook, as for a replicated model: it sees whole gradients, in their own shapes."""
 
-    is_linear = False
+    is_linear = is_same_on_all = False
 
     def __init__(self, transport: Transport, loads: Sequence[Load], state: Any, hook: Any, name: str) -> None:
         self._inner = EngineHookExchange(transport, state, hook, name)

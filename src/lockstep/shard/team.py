@@ -65,6 +65,7 @@ class Team:
             wants_sync=lambda: (team := me()) is not None and any(unit.syncs for unit in team.units),
             finds_unused=True,
         )
+        self.step.drift.weights = None  # each rank has others
         self.step.after_pass = self._after_pass_of(me)
         self._tally = Tally(self.step)
         self._tally.mark(self._leaves)

@@ -1,0 +1,109 @@
+"""Whether ranks still have the same weights: in each window a few of them are looked at, and all ranks compare.
+
+Ranks that begin with equal weights and apply equal gradients stay equal, as long as they update alike.  An optimizer
+that was restored on some ranks only, a weight that one rank has changed by hand, or weights that were never made equal
+would go unseen for good.  So each window takes the norm of a part of one parameter, the next one in the next window,
+and sends it with the exchange that ends a window anyway.  What differs by no more than rounding is left alone.
+
+[Note: one at a time]  On a GPU the norm is read when it is there, without waiting for it, so a rank may have it later
+than another.  It is sent until all ranks have it, and only then another part is looked at: all ranks see in the same
+exchange that all have it, and so all look at the same parts.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.engine.bucket import Slot
+
+_MOST_ELEMENTS = 16_384
+# By how much norms may differ, relative to the larger one; coarse types round more.
+_TOLERANCE, _COARSE_TOLERANCE = 1e-4, 2e-2
+_WINDOW_BITS = 30
+_NOTHING = 0  # in the place of a norm: there is none, or it is not there yet
+
+
+class Weights:
+    """Looks at the weights of one replicated model, a part in each window."""
+
+    def __init__(self) -> None:
+        self.name = ""  # of the parameter that was looked at last
+        self._tolerance = 0.0
+        self._window = -1  # of the look that not all ranks have compared yet
+        self._norm: Tensor | None = None
+        self._event: Any = None
+
+    def look(self, window: int, slots: Sequence[Slot]) -> None:
+        """Look at a part of the parameter whose turn it is, unless a look is still to be compared."""
+        if self._norm is not None or not slots:
+            return
+        slot = slots[window % len(slots)]
+        if slot.parameter.numel() == 0 or slot.parameter.device.type not in ("cpu", "cuda"):
+            return
+        part = _part(slot.parameter.detach(), window // len(slots))
+        is_coarse = torch.finfo(part.dtype).eps > 1e-4
+        self.name, self._window = slot.name, window
+        self._tolerance = _COARSE_TOLERANCE if is_coarse else _TOLERANCE
+        norm = torch.linalg.vector_norm(part, dtype=torch.float32 if is_coarse else None)
+        if norm.device.type == "cuda":
+            host = torch.empty((), dtype=norm.dtype, pin_memory=True)
+            norm = host.copy_(norm, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(part.device))
+        self._norm = norm
+
+    def word(self) -> int:
+        """What this rank tells the others: of which window the look is, and the norm; 0 where there is none yet."""
+        if self._norm is None or (self._event is not None and not self._event.query()):
+            return _NOTHING
+        bits = int.from_bytes(struct.pack("<f", _as_single(float(self._norm))), "little")
+        return (1 + self._window % (1 << _WINDOW_BITS)) << 32 | bits
+
+    def compare(self, words: Sequence[int]) -> dict[int, float]:
+        """Hear the words of the ranks that take part; returns their norms, by place, if these differ."""
+        if self._norm is None and not any(words):
+            return {}
+        windows = {word >> 32 for word in words}
+        if _NOTHING in windows and len(windows) <= 2:
+            return {}  # some do not have it yet: see [Note: one at a time]
+        self.forget()
+        if len(windows) > 1:
+            return {}  # not of the same part; from now on they are
+        norms = [struct.unpack("<f", (word & 0xFFFFFFFF).to_bytes(4, "little"))[0] for word in words]
+        return dict(enumerate(norms)) if _differ(norms, self._tolerance) else {}
+
+    def forget(self) -> None:
+        """Let go of a look, compared or not; on all ranks."""
+        self._norm = self._event = None
+
+
+def _part(parameter: Tensor, turn: int) -> Tensor:
+    """Some of a parameter's elements, others in each turn."""
+    if parameter.is_complex():
+        parameter = torch.view_as_real(parameter)
+    while parameter.numel() > _MOST_ELEMENTS:
+        rows = len(parameter)
+        num = max(1, _MOST_ELEMENTS * rows // parameter.numel())
+        start = turn * num % rows
+        parameter = parameter.narrow(0, start, min(num, rows - start))
+        if num == 1:
+            parameter = parameter[0]
+    return parameter
+
+
+def _as_single(value: float) -> float:
+    """A number that single precision has, or infinity."""
+    return value if not math.isfinite(value) or abs(value) < 3e38 else math.copysign(math.inf, value)
+
+
+def _differ(norms: Sequence[float], tolerance: float) -> bool:
+    finite = [norm for norm in norms if math.isfinite(norm)]
+    if len(finite) < len(norms):
+        return bool(finite)  # NaN on some ranks only
+    return max(norms) - min(norms) > tolerance * max(norms)
