@@ -219,21 +219,24 @@ def test_frozen_parameters(how: str) -> None:
 
 
 def unfreeze_what_is_compiled() -> str:
+    """In all units at once: one call says so, and the next one trains all of them."""
     pair = Pair(how="compiled", prepare=lambda m: (freeze_most(m), shard_by_blocks(m)))
     pair.loss(0).backward()
-    pair.module.blocks[0].up.weight.requires_grad_(True)
-    try:
+    for side in (pair.module, pair.reference):
+        side.requires_grad_(True)
+        side.zero_grad()
+    with pytest.raises(RuntimeError, match="train now") as caught:
         pair.loss(1)
-    except RuntimeError as error:
-        text = str(error)
-    pair.module.zero_grad()
     pair.loss(2).backward()
-    assert pair.module.blocks[0].up.weight.grad is not None
-    return text
+    pair.reference_loss(2).backward()
+    pair.compare("unfrozen")
+    return str(caught.value)
 
 
 def test_unfreezing_needs_another_graph() -> None:
-    assert "blocks.0.up.weight" in run_ranks(2, unfreeze_what_is_compiled)[0]
+    text = run_ranks(2, unfreeze_what_is_compiled)[0]
+    assert "blocks.0.up.weight" in text
+    assert "blocks.1.up.weight" in text
 
 
 def train_with_hook(kind: str, how: str, prepare: Callable[[nn.Module], Any] = shard_by_blocks) -> None:

@@ -134,19 +134,23 @@ def _whole(home: Tensor, key: Tensor, full_elements: int, dtype: torch.dtype, tr
 def _note_forward(unit: Unit, store: FlatStore, trains: bool) -> None:
     root = root_of(unit)
     if trains and not torch_private.in_backward():
-        _compare_with_graph(store)
+        _compare_with_graph(root, store)
         unit.num_graph_forwards += 1
         if not all(step.has_forward for step in root.steps):
             root.note_forward()
 
 
-def _compare_with_graph(store: FlatStore) -> None:
+def _compare_with_graph(root: Root, store: FlatStore) -> None:
     """A graph computes gradients for what trained when it was traced; say so if more does now, before it runs."""
-    flags = store.flags()
-    if flags == store.trains:
+    if store.flags() == store.trains:
         return
-    more = [p.name for p, now, then in zip(store.parameters, flags, store.trains, strict=True) if now and not then]
-    store.trains = flags  # which the compiler guards on: it makes another graph the next time
+    more = []
+    stores = [s for unit in root.units for s in unit.stores if isinstance(s, FlatStore)]
+    for other in stores:  # one call more is enough for all of them
+        flags = other.flags()
+        pairs = zip(other.parameters, flags, other.trains, strict=True)
+        more += [parameter.name for parameter, now, then in pairs if now and not then]
+        other.trains = flags  # which the compiler guards on: it makes another graph the next time
     if more:
         raise RuntimeError(
             f"These parameters train now, and did not when the model was compiled: {', '.join(more)}. Call the model "
