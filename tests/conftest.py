@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +21,17 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 MULTIRANK = Path(__file__).parent / "multirank"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One compiler cache for all processes of a run: many tests compile the same modules."""
+    if not hasattr(config, "workerinput"):
+        os.environ["LOCKSTEP_TEST_INDUCTOR_CACHE"] = tempfile.mkdtemp(prefix="lockstep-inductor-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ["LOCKSTEP_TEST_INDUCTOR_CACHE"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

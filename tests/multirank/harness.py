@@ -70,6 +70,11 @@ torch_only_semantics = pytest.mark.skipif(SUBJECT != "torch", reason="describes 
 lockstep_only = pytest.mark.skipif(SUBJECT == "torch", reason="torch's class does not offer this")
 
 
+def inductor_cache() -> str:
+    """The compiler cache of this run of the tests, empty when it began."""
+    return os.environ["LOCKSTEP_TEST_INDUCTOR_CACHE"]
+
+
 @dataclass(frozen=True)
 class RankError:
     type_name: str

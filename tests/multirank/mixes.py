@@ -9,11 +9,8 @@ A step may be a generator; it yields where gradients are to be compared in betwe
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
 import hashlib
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
@@ -26,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from multirank.compare import Tensors, assert_close
-from multirank.harness import run_ranks
+from multirank.harness import inductor_cache, run_ranks
 
 EAGER, WRAP_THEN_COMPILE, COMPILE_THEN_WRAP, BLOCKS = MODES = (
     "eager",
@@ -233,14 +230,6 @@ def run_mix(run: Callable[[str, str, str], list[str]], name: str, mode: str, bac
     first, *others = run_ranks(world, run, name, mode, backend, preload=PRELOAD, limit_s=limit_s, env=env)
     for rank, digests in enumerate(others, 1):
         assert digests == first, f"the weights of rank {rank} are not those of rank 0"
-
-
-@functools.cache
-def inductor_cache() -> str:
-    """One for all tests of this process: many mixes compile the same modules."""
-    directory = tempfile.TemporaryDirectory(prefix="lockstep-inductor-")
-    atexit.register(directory.cleanup)
-    return directory.name
 
 
 # ---------------------------------------------------------------- modules

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from launching import LOCKSTEP, run_command
-from tests.multirank.artifact_script import make, train
-from tests.multirank.harness import lockstep_only, run_outcomes, run_ranks
-from tests.multirank.words import Words
+from multirank.artifact_script import make, train
+from multirank.harness import lockstep_only, run_outcomes, run_ranks
+from multirank.words import Words
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
 
@@ -255,7 +255,7 @@ def test_a_script_without_a_step(tmp_path: Path) -> None:
 
 def sharded_step(path: str, loads: bool, width: int) -> dict[str, Any]:
     import lockstep
-    from tests.multirank.artifact_script import Mlp, loss_of
+    from multirank.artifact_script import Mlp, loss_of
 
     loaded, words = pretend_to_compile(), Words()
     torch.set_num_threads(1)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.multirank.harness import lockstep_only, run_ranks
-from tests.multirank.words import Words
+from multirank.harness import lockstep_only, run_ranks
+from multirank.words import Words
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
 

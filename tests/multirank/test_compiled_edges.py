@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
-from multirank.harness import lockstep_only, run_ranks
+from multirank.harness import inductor_cache, lockstep_only, run_ranks
 from multirank.models import MLP, squared_error
 from multirank.test_compiled_features import DTYPE, MODES, ONE_EACH, PRELOAD, VIEWS, Pair
 
@@ -72,8 +71,8 @@ def test_flex_attention_compiled_on_its_own_in_a_compiled_model() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["left", "wrap_then_compile"])
-def test_flex_attention_compiled_by_inductor(way: str, tmp_path: Path) -> None:
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "LOCKSTEP_TEST_COMPILER": "inductor"}
+def test_flex_attention_compiled_by_inductor(way: str) -> None:
+    env = {"TORCHINDUCTOR_CACHE_DIR": inductor_cache(), "LOCKSTEP_TEST_COMPILER": "inductor"}
     run_ranks(2, train_with_flex, way, ["inductor"], [None], torch.float32, env=env, preload=PRELOAD, limit_s=500)
 
 

@@ -13,7 +13,6 @@ import os
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import distributed as torch_ddp
 
 from multirank.compare import assert_close, assert_identical, gradients_of, state_of
-from multirank.harness import expect_errors, lockstep_only, run_ranks
+from multirank.harness import expect_errors, inductor_cache, lockstep_only, run_ranks
 from multirank.models import CASES, MLP, Batch, Block, Branches, Case, regression_batch, shard, squared_error
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
@@ -540,6 +539,6 @@ WITH_INDUCTOR = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_INDUCTOR)
-def test_compiled_by_inductor(name: str, tmp_path: Path) -> None:
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "LOCKSTEP_TEST_COMPILER": "inductor"}
+def test_compiled_by_inductor(name: str) -> None:
+    env = {"TORCHINDUCTOR_CACHE_DIR": inductor_cache(), "LOCKSTEP_TEST_COMPILER": "inductor"}
     run_ranks(2, with_inductor, WITH_INDUCTOR[name], env=env, preload=PRELOAD, limit_s=500)

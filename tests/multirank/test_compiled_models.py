@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from multirank.compare import assert_close, assert_identical, gradients_of, state_of
-from multirank.harness import lockstep_only, run_ranks
+from multirank.harness import inductor_cache, lockstep_only, run_ranks
 from multirank.models import (
     CASES,
     NUM_SAMPLES,
@@ -412,11 +411,6 @@ def check(name: str, values: list[dict[str, Any]], from_graph: bool = True) -> N
         assert value["clean_windows"] == [num_windows] * len(value["clean_windows"]), name
 
 
-@pytest.fixture(scope="module")
-def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("inductor")
-
-
 @pytest.mark.parametrize("name", sorted(SUBJECTS))
 def test_gradients_come_out_of_the_graph_and_are_right(name: str) -> None:
     values = run_ranks(2, train, [name], "aot_eager", preload=PRELOAD)
@@ -440,8 +434,8 @@ INDUCTOR = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", INDUCTOR, ids="-".join)
-def test_inductor(names: list[str], inductor_cache: Path) -> None:
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(inductor_cache)}
+def test_inductor(names: list[str]) -> None:
+    env = {"TORCHINDUCTOR_CACHE_DIR": inductor_cache()}
     values = run_ranks(2, train, names, "inductor", env=env, preload=PRELOAD, limit_s=500)
     for name in names:
         check(name, [value[name] for value in values])

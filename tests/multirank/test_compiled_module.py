@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.multirank.harness import lockstep_only, run_ranks
+from multirank.harness import inductor_cache, lockstep_only, run_ranks
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
 
@@ -92,8 +92,8 @@ def test_every_order_gives_one_graph_and_the_right_gradients(order: str, fullgra
 
 
 @pytest.mark.slow
-def test_inductor(tmp_path: Any) -> None:
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+def test_inductor() -> None:
+    env = {"TORCHINDUCTOR_CACHE_DIR": inductor_cache()}
     assert run_ranks(2, train, "wrap_then_compile", "inductor", True, env=env, limit_s=500) == [1, 1]
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.multirank.harness import lockstep_only, run_ranks
-from tests.multirank.words import Words
+from multirank.harness import lockstep_only, run_ranks
+from multirank.words import Words
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
 PRELOAD = ("torch._functorch.aot_autograd",)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from tests.multirank import error_scripts as scripts
-from tests.multirank.harness import expect_errors, lockstep_only, run_ranks
+from multirank import error_scripts as scripts
+from multirank.harness import expect_errors, lockstep_only, run_ranks
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
 

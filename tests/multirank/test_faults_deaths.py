@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.launching import Launch, write_script
-from tests.multirank.harness import lockstep_only, run_outcomes, run_ranks
-from tests.multirank.test_faults_hangs import shared_pids, step, warm_up
+from launching import Launch, write_script
+from multirank.harness import lockstep_only, run_outcomes, run_ranks
+from multirank.test_faults_hangs import shared_pids, step, warm_up
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
 

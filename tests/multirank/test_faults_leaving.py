@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import LOCKSTEP, TORCHRUN, Finished, Launch, write_script
-from tests.multirank.harness import lockstep_only
-from tests.multirank.test_faults_deaths import start_ranks
+from launching import LOCKSTEP, TORCHRUN, Finished, Launch, write_script
+from multirank.harness import lockstep_only
+from multirank.test_faults_deaths import start_ranks
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
 

@@ -9,7 +9,7 @@ from time import monotonic, sleep
 import pytest
 
 from launching import Finished, Launch, write_script
-from tests.multirank.test_two_hosts import Host, ip, two_hosts
+from multirank.test_two_hosts import Host, ip, two_hosts
 
 __all__ = ["two_hosts"]  # a fixture
 

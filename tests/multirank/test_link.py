@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.multirank.harness import lockstep_only, run_ranks
+from multirank.harness import lockstep_only, run_ranks
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
 

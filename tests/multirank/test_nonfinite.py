@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.multirank.harness import lockstep_only, run_ranks
-from tests.multirank.test_waiting import Listener
+from multirank.harness import lockstep_only, run_ranks
+from multirank.test_waiting import Listener
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.multirank.harness import expect_errors, lockstep_only, run_ranks
+from multirank.harness import expect_errors, lockstep_only, run_ranks
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
 PRELOAD = ("torch._dynamo", "torch.fx.experimental.proxy_tensor", "torch._functorch.aot_autograd")
@@ -30,7 +30,7 @@ def count_exchanges(model: Any) -> list[int]:
 
 def train_both_ways() -> None:
     import lockstep
-    from tests.program.loops import MODELS, batch_of, loss_of
+    from program.loops import MODELS, batch_of, loss_of
 
     rank = dist.get_rank()
     for name in ("mlp", "cnn", "gpt"):
@@ -56,7 +56,7 @@ def test_the_bits_are_those_of_one_update_for_all(world: int) -> None:
 
 def update_where_ranks_differ() -> None:
     import lockstep
-    from tests.program.loops import Mlp, batch_of, loss_of
+    from program.loops import Mlp, batch_of, loss_of
 
     torch.manual_seed(0)
     model = lockstep.DDP(Mlp(), bucket_cap_mb=ONE_EACH)
@@ -89,7 +89,7 @@ class Lines(logging.Handler):
 def see_nan(mode: str, by_bucket: bool) -> list[str]:
     import lockstep
     from lockstep import torch_private
-    from tests.program.loops import Mlp, batch_of, loss_of
+    from program.loops import Mlp, batch_of, loss_of
 
     torch_private.compile_program = lambda graph, *_: graph
     handler = Lines()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.multirank.harness import lockstep_only, run_ranks
+from multirank.harness import lockstep_only, run_ranks
 
 pytestmark = [
     pytest.mark.multirank,
@@ -30,7 +30,7 @@ def loss_of(model: Any, batch: Any) -> Any:
 
 
 def batch_of(index: int, rank: int) -> dict[str, torch.Tensor]:
-    from tests.multirank.models import SEQUENCE, VOCABULARY
+    from multirank.models import SEQUENCE, VOCABULARY
 
     generator = torch.Generator().manual_seed(100 * index + rank)
     tokens = torch.randint(0, VOCABULARY, (2, SEQUENCE), generator=generator)
@@ -39,7 +39,7 @@ def batch_of(index: int, rank: int) -> dict[str, torch.Tensor]:
 
 def train(model: str, mode: str, option: str) -> tuple[dict[str, torch.Tensor], Any]:
     import lockstep
-    from tests.multirank import models
+    from multirank import models
 
     options = dict(OPTIONS[option])
     scale = options.pop("scale", None)
@@ -59,7 +59,7 @@ def train(model: str, mode: str, option: str) -> tuple[dict[str, torch.Tensor], 
 
 def compare_modes(model: str, names: tuple[str, ...]) -> list[str]:
     from lockstep import torch_private
-    from tests.program.loops import assert_close
+    from program.loops import assert_close
 
     torch_private.compile_program = lambda graph, *_: graph
     digests = []

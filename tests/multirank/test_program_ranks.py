@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from tests.multirank import rank_cases as cases
-from tests.multirank.harness import lockstep_only, run_ranks
+from multirank import rank_cases as cases
+from multirank.harness import lockstep_only, run_ranks
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
 PRELOAD = ("torch._dynamo", "torch._functorch.aot_autograd", "torch.distributed.tensor")

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.multirank.harness import lockstep_only, run_ranks
+from multirank.harness import lockstep_only, run_ranks
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
 NAMES = ("mlp", "accumulate", "clip_norm", "clip_value", "scaler that skips", "average", "schedule")
@@ -23,7 +23,7 @@ def shard(module: Any) -> Any:
 
 
 def train(names: tuple[str, ...], mode: str) -> None:
-    from tests.program.loops import CASES, assert_close, assert_same, by_hand, by_step, make_step, set_up
+    from program.loops import CASES, assert_close, assert_same, by_hand, by_step, make_step, set_up
 
     rank = dist.get_rank()
     for name in names:

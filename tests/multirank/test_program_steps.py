@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.multirank.harness import expect_errors, lockstep_only, run_ranks
+from multirank.harness import expect_errors, lockstep_only, run_ranks
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
 PRELOAD = ("torch._dynamo", "torch.fx.experimental.proxy_tensor", "torch._functorch.aot_autograd")
@@ -31,7 +31,7 @@ def wrap(module: Any) -> Any:
 
 
 def train(names: tuple[str, ...], mode: str, compiles: bool = False) -> list[str]:
-    from tests.program.loops import CASES, assert_close, assert_same, by_hand, by_step, make_step, set_up
+    from program.loops import CASES, assert_close, assert_same, by_hand, by_step, make_step, set_up
 
     if not compiles:
         uncompiled()
@@ -80,7 +80,7 @@ def test_auto_says_that_gloo_is_not_captured() -> None:
 
 def read_the_rank() -> str:
     import lockstep
-    from tests.program.loops import CASES, batch_of, loss_of, set_up
+    from program.loops import CASES, batch_of, loss_of, set_up
 
     uncompiled()
     setup = set_up(CASES["mlp"], wrap)
@@ -102,7 +102,7 @@ def test_a_rank_that_is_baked_into_a_program_is_named() -> None:
 
 def fall_back_on_one_rank() -> None:
     """One rank cannot make a program (its batches are of ever new shapes): all of them walk, and have the same bits."""
-    from tests.program.loops import CASES, assert_close, batch_of, make_step, set_up
+    from program.loops import CASES, assert_close, batch_of, make_step, set_up
 
     uncompiled()
     rank, case, ends = dist.get_rank(), CASES["accumulate"], []
@@ -131,7 +131,7 @@ def test_a_rank_that_falls_back_stays_in_step() -> None:
 
 def train_unevenly(mode: str, num_batches: list[int]) -> None:
     """One rank has fewer batches, or none at all."""
-    from tests.program.loops import CASES, assert_same, batch_of, loss_of, make_step, set_up
+    from program.loops import CASES, assert_same, batch_of, loss_of, make_step, set_up
 
     uncompiled()
     rank, case, ends = dist.get_rank(), CASES["mlp"], []
@@ -158,7 +158,7 @@ def test_ranks_that_run_out_of_data(mode: str) -> None:
 
 
 def make_differently(what: str) -> None:
-    from tests.program.loops import CASES, batch_of, make_step, set_up
+    from program.loops import CASES, batch_of, make_step, set_up
 
     case = CASES["mlp"]
     setup = set_up(case, wrap)
@@ -179,7 +179,7 @@ def test_a_step_that_was_made_differently_is_an_error_on_all_ranks(what: str, va
 
 
 def run_by_hand_on_one_rank() -> None:
-    from tests.program.loops import CASES, batch_of, loss_of, make_step, set_up
+    from program.loops import CASES, batch_of, loss_of, make_step, set_up
 
     case = CASES["mlp"]
     setup = set_up(case, wrap)
@@ -199,8 +199,8 @@ def test_a_rank_that_runs_no_step_is_told() -> None:
 
 def capture_on_a_stand_in(sizes: dict[int, list[int]]) -> tuple[int, int]:
     """Ranks that see other shapes capture at other times; all have the loop's result, and none waits for ever."""
-    from tests.program.fakes import captured_on_a_stand_in
-    from tests.program.loops import CASES, assert_same, batch_of, make_step, set_up
+    from program.fakes import captured_on_a_stand_in
+    from program.loops import CASES, assert_same, batch_of, make_step, set_up
 
     rank, case, ends = dist.get_rank(), CASES["accumulate"], []
     machine: Any = None
@@ -231,8 +231,8 @@ def test_ranks_with_other_shapes_replay_together_or_not_at_all() -> None:
 
 
 def fail_to_capture_on_one_rank() -> tuple[int, int]:
-    from tests.program.fakes import captured_on_a_stand_in
-    from tests.program.loops import CASES, assert_same, by_hand, by_step, make_step, set_up
+    from program.fakes import captured_on_a_stand_in
+    from program.loops import CASES, assert_same, by_hand, by_step, make_step, set_up
 
     rank, case = dist.get_rank(), CASES["mlp"]
     right = by_hand(case, set_up(case, wrap, "fused"), rank)
@@ -252,8 +252,8 @@ def test_a_capture_that_fails_on_one_rank_leaves_all_in_step() -> None:
 
 
 def drift_apart() -> None:
-    from tests.program.fakes import captured_on_a_stand_in
-    from tests.program.loops import CASES, batch_of, make_step, set_up
+    from program.fakes import captured_on_a_stand_in
+    from program.loops import CASES, batch_of, make_step, set_up
 
     case = CASES["mlp"]
     setup = set_up(case, wrap, "fused")
@@ -278,7 +278,7 @@ def test_replays_of_ranks_that_drifted_apart_are_stopped() -> None:
 
 def train_two_in_turn() -> None:
     """Programs name no wrapper of their process, so each run must reach the one that runs."""
-    from tests.program.loops import CASES, assert_same, batch_of, make_step, set_up
+    from program.loops import CASES, assert_same, batch_of, make_step, set_up
 
     uncompiled()
     rank, names = dist.get_rank(), ("clip_norm", "cnn")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.multirank.harness import lockstep_only, run_ranks
+from multirank.harness import lockstep_only, run_ranks
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
 

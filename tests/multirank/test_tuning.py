@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.multirank.harness import lockstep_only, run_outcomes, run_ranks
+from multirank.harness import lockstep_only, run_outcomes, run_ranks
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
 PRELOAD = ("torch._inductor.codecache",)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.multirank.harness import lockstep_only, run_ranks
+from multirank.harness import lockstep_only, run_ranks
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
 

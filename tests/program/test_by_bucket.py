@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import lockstep
-from tests.program.live_bytes import LiveBytes
-from tests.program.loops import Mlp, batch_of, loss_of
+from program.live_bytes import LiveBytes
+from program.loops import Mlp, batch_of, loss_of
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 ONE_EACH = 1e-5

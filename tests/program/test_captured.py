@@ -19,8 +19,8 @@ import lockstep
 from lockstep.program import captured as captured_file
 from lockstep.program.captured import WARMUP_CALLS
 from lockstep.program.options import Mode
-from tests.program.fakes import FakeMachine, captured_on_a_stand_in
-from tests.program.loops import (
+from program.fakes import FakeMachine, captured_on_a_stand_in
+from program.loops import (
     CASES,
     Case,
     Mlp,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from tests.program.loops import CASES, Mlp, assert_close, assert_same, batch_of, by_hand, by_step, make_step, set_up
+from program.loops import CASES, Mlp, assert_close, assert_same, batch_of, by_hand, by_step, make_step, set_up
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "ddp"])

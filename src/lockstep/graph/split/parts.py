@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from lockstep import torch_private
 
@@ -96,6 +95,8 @@ class Crossing:
         value = _value(node)
         if not isinstance(value, (Tensor, torch.SymInt)):
             return []
+        from torch.fx.experimental.symbolic_shapes import free_symbols  # loads sympy, which eager training needs not
+
         found = (self._symbols.get(symbol) for symbol in sorted(free_symbols(value), key=str))
         return [definition for definition in found if definition is not None]
 
