@@ -31,7 +31,7 @@ def keyword_is_here() -> str | None:
 
 
 def measure(num_rounds: int, steps_per_block: int) -> dict[str, Any]:
-    result, _ = measure_variants({mode: {"check": mode} for mode in MODES}, num_rounds, steps_per_block)
+    result, _, _ = measure_variants({mode: {"check": mode} for mode in MODES}, num_rounds, steps_per_block)
     return {**result, "num_parameters": NUM_PARAMETERS}
 
 

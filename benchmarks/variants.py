@@ -8,7 +8,7 @@ work on the machine makes little longer.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from subjects import lockstep_ddp
@@ -20,8 +20,8 @@ NUM_PARAMETERS = 2 * NUM_LAYERS
 
 def measure_variants(
     variants: Mapping[str, Mapping[str, Any]], num_rounds: int, steps_per_block: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """In each rank: seconds per step and seconds of this thread, by variant and round; and the wrapped models."""
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Callable[[int], None]]]:
+    """In each rank: seconds per step and of this thread, by variant and round; the wrapped models; how each steps."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -29,6 +29,7 @@ def measure_variants(
     from rank_timing import seconds_per_step
 
     models: dict[str, Any] = {}
+    steps_of: dict[str, Callable[[int], None]] = {}
     host_seconds: dict[str, list[float]] = {name: [] for name in variants}
 
     def measured(name: str) -> Any:
@@ -47,12 +48,14 @@ def measure_variants(
                 optimizer.zero_grad()
             host_seconds[name].append((time.thread_time() - begin) / num_steps)
 
+        steps_of[name] = steps
         steps(5)
         host_seconds[name].clear()
         return seconds_per_step(steps, steps_per_block)
 
     times = interleave({name: measured(name) for name in variants}, num_rounds)
-    return {"times": times, "host_seconds": host_seconds}, models
+    found = {name: list(seconds) for name, seconds in host_seconds.items()}
+    return {"times": times, "host_seconds": found}, models, steps_of
 
 
 def more(times: Mapping[str, Sequence[float]], name: str, base: str) -> Spread:

@@ -52,7 +52,7 @@ class Drift:
         """A window begins: what is told at its end is as it is now, before anything is updated."""
         slots = step.reducer.slots
         # A rank may update only its share of a model, and be given the rest: its settings are not all of them.
-        is_whole = self._num_covered >= sum(slot.parameter.requires_grad for slot in slots)
+        is_whole = self._num_covered >= len(slots) - len(step.frozen)
         self._last, self._is_ahead = self._settings if is_whole else [], False
         self._settings, self._num_covered = [], 0
         if self.weights is not None and step.reducer.exchange.is_same_on_all:
@@ -70,6 +70,10 @@ class Drift:
 
     def judge(self, step: SyncStep, told: dict[int, Words]) -> None:
         """Compare the words of the ranks that take part, by rank of the group; raises the same error on all."""
+        if len(set(told.values())) <= 1:
+            if self.weights is not None and any(words.weights for words in told.values()):
+                self.weights.forget()  # all have it, and the same
+            return
         control = step.closing.union.control
         assert control is not None
         norms = {}

@@ -50,6 +50,7 @@ class Finiteness:
         self.drops = False  # the gradients of this window are not to be used
         self.is_episode = False
         self._bad: list[int] = []  # buckets of this window in which this rank saw it
+        self._is_scaled: bool | None = None  # whether this process has a scaler; asked once in a row of bad windows
         self._late: tuple[int, list[int]] | None = None  # of an earlier window, which nobody told yet
         self._sums: Tensor | None = None  # of this window, on the device
         self._captured: Tensor | None = None  # where captured programs write theirs
@@ -113,8 +114,11 @@ class Finiteness:
         if self._sums is not None or self._pending:
             bad, lag = self._read_device(window, bad)
         if not bad:
+            self._is_scaled = None
             return 0
-        return _SEEN | (_SCALED * _has_scaler()) | (bad[0] << _BUCKET_SHIFT) | (lag << _LAG_SHIFT)
+        if self._is_scaled is None:
+            self._is_scaled = _has_scaler()
+        return _SEEN | (_SCALED * self._is_scaled) | (bad[0] << _BUCKET_SHIFT) | (lag << _LAG_SHIFT)
 
     def _read_device(self, window: int, bad: list[int]) -> tuple[list[int], int]:
         if self._sums is not None:

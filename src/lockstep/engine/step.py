@@ -200,8 +200,6 @@ class SyncStep:
         self.ready_order = []
         self.reducer.num_buckets_reduced = 0
         self.reducer.finiteness.open()
-        if self.closing.compares:
-            self.drift.open(self)
         for bucket in self.reducer.buckets:
             bucket.open()
         for slot in self.reducer.slots:
@@ -211,6 +209,8 @@ class SyncStep:
             self.casts.look(self.reducer.transport.watch, f"window {self.num_windows}, reset {self.num_resets}")
         if not all(map(_requires_grad, self._parameters)):
             self.frozen = tuple(s.name for s in self.reducer.slots if not s.parameter.requires_grad)
+        if self.closing.compares:
+            self.drift.open(self)
         if self.kind is Kind.FULL:
             self._mark_known_unused()
 

@@ -25,6 +25,7 @@ from lockstep.engine.bucket import Slot
 _MOST_ELEMENTS = 16_384
 # By how much norms may differ, relative to the larger one; coarse types round more.
 _TOLERANCE, _COARSE_TOLERANCE = 1e-4, 2e-2
+_COARSE, _FINE = (torch.bfloat16, torch.float16), (torch.float32, torch.float64)
 _WINDOW_BITS = 30
 _NOTHING = 0  # in the place of a norm: there is none, or it is not there yet
 
@@ -44,14 +45,18 @@ class Weights:
         if self._norm is not None or not slots:
             return
         slot = slots[window % len(slots)]
-        if slot.parameter.numel() == 0 or slot.parameter.device.type not in ("cpu", "cuda"):
+        parameter = slot.parameter
+        device = parameter.device.type
+        if parameter.numel() == 0 or device not in ("cpu", "cuda"):
             return
-        part = _part(slot.parameter.detach(), window // len(slots))
-        is_coarse = torch.finfo(part.dtype).eps > 1e-4
+        part = _part(parameter.detach(), window // len(slots))
+        is_coarse = part.dtype in _COARSE
+        if not is_coarse and part.dtype not in _FINE:
+            return  # there are no norms of it
         self.name, self._window = slot.name, window
         self._tolerance = _COARSE_TOLERANCE if is_coarse else _TOLERANCE
         norm = torch.linalg.vector_norm(part, dtype=torch.float32 if is_coarse else None)
-        if norm.device.type == "cuda":
+        if device == "cuda":
             host = torch.empty((), dtype=norm.dtype, pin_memory=True)
             norm = host.copy_(norm, non_blocking=True)
             self._event = torch.cuda.Event()

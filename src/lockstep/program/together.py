@@ -109,6 +109,7 @@ class Together:
     def _drift_of(self, step: Any) -> Words:
         if step.closing.union.check == "off":
             return NOTHING
+        step.frozen = tuple(slot.name for slot in step.reducer.slots if not slot.parameter.requires_grad)
         step.drift.open(step)
         step.drift.use_settings(self._optimizers)
         return step.drift.words()  # type: ignore[no-any-return]
