@@ -117,3 +117,23 @@ def test_looks_at_different_parts_are_let_go() -> None:
     assert not one.compare(words)
     assert not other.compare(words)
     assert one.word() == other.word() == 0
+
+
+def test_a_class_of_its_own_is_left_alone() -> None:
+    class Special(torch.Tensor):
+        pass
+
+    special = torch.ones(3).as_subclass(Special)
+    slots = [Slot("p", nn.Parameter(special), "", 0)]
+    assert type(slots[0].parameter) is Special
+    assert not compared(0, slots, slots_of(torch.ones(0)))
+    weights = Weights()
+    weights.look(0, slots)
+    assert weights.word() == 0
+
+
+def test_types_without_a_norm_are_left_alone() -> None:
+    slots = [Slot("p", nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False), "", 0)]
+    weights = Weights()
+    weights.look(0, slots)
+    assert weights.word() == 0

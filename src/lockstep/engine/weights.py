@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.engine.bucket import Slot
 
@@ -45,9 +45,11 @@ class Weights:
         if self._norm is not None or not slots:
             return
         slot = slots[window % len(slots)]
-        parameter = slot.parameter
+        parameter = _local(slot.parameter)
+        if parameter is None or parameter.numel() == 0:
+            return
         device = parameter.device.type
-        if parameter.numel() == 0 or device not in ("cpu", "cuda"):
+        if device != "cpu" and (device != "cuda" or torch.cuda.is_current_stream_capturing()):
             return
         part = _part(parameter.detach(), window // len(slots))
         is_coarse = part.dtype in _COARSE
@@ -65,7 +67,7 @@ class Weights:
 
     def word(self) -> int:
         """What this rank tells the others: of which window the look is, and the norm; 0 where there is none yet."""
-        if self._norm is None or (self._event is not None and not self._event.query()):
+        if self._norm is None or (self._event is not None and not _has_passed(self._event)):
             return _NOTHING
         bits = int.from_bytes(struct.pack("<f", _as_single(float(self._norm))), "little")
         return (1 + self._window % (1 << _WINDOW_BITS)) << 32 | bits
@@ -86,6 +88,23 @@ class Weights:
     def forget(self) -> None:
         """Let go of a look, compared or not; on all ranks."""
         self._norm = self._event = None
+
+
+def _local(parameter: Tensor) -> Tensor | None:
+    """What this rank, and others like it, have of a parameter; None for classes of their own."""
+    plain = (nn.Parameter, Tensor)
+    if type(parameter) in plain:
+        return parameter
+    with torch.no_grad():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else None  # a part of a tensor-parallel one
+    return local if type(local) in plain else None
+
+
+def _has_passed(event: Any) -> bool:
+    """Whether the GPU has come to an event; it cannot be asked while it records a graph."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return False
+    return bool(event.query())
 
 
 def _part(parameter: Tensor, turn: int) -> Tensor:
