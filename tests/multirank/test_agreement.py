@@ -314,3 +314,21 @@ def test_init_sync_on_some_ranks_only(rank_with: int) -> None:
     errors = expect_errors(2, [0, 1], synchronise_on_some_ranks, rank_with)
     assert "init_sync=False on this rank, and True on others" in errors[rank_with].text
     assert errors[1 - rank_with].type_name in ("PeerFailed", "PeerLost")
+
+
+def count_broadcasts() -> list[int]:
+    import lockstep
+
+    models = [lockstep.DDP(nn.Linear(2, 2)) for _ in range(2)]
+    counts = []
+    for step in range(3):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            # In another order on each rank: there is no collective in a forward.
+            order = models if (dist.get_rank() + step) % 2 else models[::-1]
+            sum(model(torch.ones(1, 2)).sum() for model in order).backward()
+        counts.append(sum(event.count for event in profile.key_averages() if event.key == "gloo:broadcast"))
+    return counts
+
+
+def test_with_the_first_reduction_plans_travel_the_way_of_gradients() -> None:
+    assert run_ranks(2, count_broadcasts) == [[2, 0, 0], [2, 0, 0]]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 
+import torch
 from torch import nn
 
 from lockstep import errors, settings, torch_private
@@ -42,6 +44,7 @@ class PlanKeeper:
         self._module = wrapped.module
         self._parameters = wrapped.parameters
         self._ignored = wrapped.ignored
+        self._device = wrapped.placement.device
         self._caps = wrapped.caps
         self._step = step
         self._hooks = hooks
@@ -55,6 +58,8 @@ class PlanKeeper:
             stand_aside(peers.board, "init_sync=False on this rank, and True on others: give all ranks the same.")
             # Told now, and compared in the first forward: nobody waits there for one that is in another model's.
             peers.board.post(f"{_PLAN}/{peers.board.rank}", self._first_digest, waits=False)
+        confirm = weakref.WeakMethod(self.confirm_on_group)
+        step.closing.after_first = lambda: call() if (call := confirm()) is not None else None
         # Graphs are made for a plan; they are not used again when it has changed.
         self.graphs: list[GraphRecord] = []
         self.generation = "plan 0"
@@ -119,6 +124,24 @@ class PlanKeeper:
                 "Likely cause: another model or another bucket size on some ranks, with init_sync=False.\n"
                 "Fix: build the same module with the same options on every rank.",
                 told,
+            )
+
+    def confirm_on_group(self) -> None:
+        """With the first reduction on a group: the plan that rank 0 has, by the way that gradients take.
+
+        Where ranks share no store, so that nothing else compares them, this is the one comparison of their plans.
+        """
+        transport = self._step.reducer.transport
+        if transport.is_alone:
+            return
+        mine = torch.tensor(list(bytes.fromhex(self.plan.digest)), dtype=torch.uint8, device=self._device)
+        expected = mine.clone()
+        transport.land(transport.start_broadcast(expected, 0), "the comparison of plans in the first step")
+        if not torch.equal(mine, expected):
+            raise errors.Disagreement(
+                f"Rank {transport.shown_rank} lays its gradients out differently from rank 0 (its plan is "
+                f"{self.plan.digest}), so this step averaged unrelated parameters.\nFix: build the same module with "
+                "the same options on every rank."
             )
 
     def _take_observed_order(self) -> None:

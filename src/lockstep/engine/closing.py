@@ -30,6 +30,8 @@ class Closing:
         self.is_collecting = False
         self._waited_before = 0.0  # in the window before this one
         self._marks: Sequence[int] = ()  # what ranks saw in their gradients, see nonfinite.py
+        # With the first window on a group, when all ranks are at the same place.
+        self.after_first: Callable[[], None] | None = None
         # Ranks have compared this window already, before it began (program/together.py).
         self.is_compared = False
 
@@ -41,11 +43,16 @@ class Closing:
             self._reduce_reached(bits)
         else:
             self._collect_all(self._remaining(bits))
+        self._end_first()
         self._waited_before = reducer.timeline.waited_seconds
         if not self.is_compared and (any(self._marks) or reducer.finiteness.is_episode):
             reducer.finiteness.judge(self._marks, reducer.transport, reducer.timeline.step, reducer.buckets)
             if self._step.intake.context_gradients is None:
                 reducer.finiteness.drop(reducer.slots)
+
+    def _end_first(self) -> None:
+        if self._step.num_windows == 0 and self.after_first is not None and not self.is_compared:
+            self.after_first()
 
     # ---------------------------------------------------------------- what ranks tell each other
 
@@ -281,6 +288,7 @@ class Closing:
             reducer.hand_out(bucket, is_used)
             if bucket in remaining:
                 reducer.add_late(bucket, [None] * len(bucket.slots), is_used)
+        self._end_first()
 
 
 def _names_of(buckets: Iterable[LiveBucket]) -> list[str]:

@@ -89,6 +89,12 @@ class Transport:
         work = torch_private.all_reduce(self.process_group, wire, op)
         return self._flight(work, tensor)
 
+    def start_broadcast(self, tensor: Tensor, source: int) -> WorkFlight:
+        """Start sending ``tensor`` from rank ``source`` of the group to all, in place."""
+        self._before(f"broadcast from rank {source}", tensor)
+        work = dist.broadcast(tensor, group=self.process_group, group_src=source, async_op=True)
+        return self._flight(work, tensor)
+
     def start_all_gather(self, gathered: Tensor, mine: Tensor, name: str) -> WorkFlight:
         """Start collecting everyone's ``mine``, in the order of ranks."""
         gathered, mine = (torch.view_as_real(t) if t.is_complex() else t for t in (gathered, mine))
