@@ -169,6 +169,14 @@ def launch_early(graph: Any) -> None:
     """Move every launch to where its last gradient is made, so that it travels while the rest is computed."""
     order = {node: index for index, node in enumerate(graph.graph.nodes)}
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.lockstep.program_launch.default):
+        node.args = ([_made_by(gradient) for gradient in node.args[0]], *node.args[1:])
         last = max(node.all_input_nodes, key=order.__getitem__)
         last.append(node)
     graph.recompile()
+
+
+def _made_by(node: Any) -> Any:
+    """What is the same gradient, and is there earlier: all of them are detached when the backward is over."""
+    while node.target is torch.ops.aten.detach.default:
+        node = node.args[0]
+    return node

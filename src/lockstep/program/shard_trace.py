@@ -208,9 +208,7 @@ class ShardTrace:
         for bucket in shards.step.reducer.buckets:
             coming = [gradients[id(slot.leaf)] for slot in bucket.slots]
             tokens.append(torch.ops.lockstep.program_launch(coming, [], shards.serial, bucket.index))
-        parts = iter(torch.ops.lockstep.program_collect(tokens, shards.serial))
-        slots = [slot for bucket in shards.step.reducer.buckets for slot in bucket.slots]
-        return {id(slot.leaf): next(parts).to(slot.leaf.dtype) for slot in slots}
+        return shards.parts_of(torch.ops.lockstep.program_collect(tokens, shards.serial))
 
     def _reduced_alone(self, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
         found = {}

@@ -12,8 +12,10 @@ independent operators as it likes; where shards are uneven, not alike on all ran
 that scatters first could wait for each other.  So each of these operators takes a token of the one before it.
 
 [Note: shards that share memory]  All shards of a store lie in one buffer.  A program is traced and compiled for tensors
-that share none: they do not overlap, and the compiler need not know.  What ``program_collect`` gives are parts of one
-buffer, too, for the same reason.
+that share none: they do not overlap, and the compiler need not know.
+
+[Note: uneven parts]  What ``program_collect`` gives is one buffer for each bucket, of which a program takes the parts.
+Where they have other sizes on other ranks it gives them one by one, copied: so all ranks make the same program.
 """
 
 from __future__ import annotations
@@ -167,22 +169,33 @@ class Shards:
         self._delivery.launch(index, gradients)
 
     def collect(self) -> list[Tensor]:
-        """End the window; this rank's shards of the mean gradients, bucket by bucket."""
+        """End the window; this rank's shards of the mean gradients.  See [Note: uneven parts]."""
         assert self._delivery is not None
         flats = self._delivery.collect()
-        found: list[Tensor] = []
-        for flat, load in zip(flats, self.team.memory.loads, strict=True):
-            rank = load.unit.mesh.rank
-            found += [torch_private.alias(flat, *cut.shard(rank)) for cut in load.layout.cuts]
-        return found
+        pairs = zip(flats, self.team.memory.loads, strict=True)
+        rank = self._unit.mesh.rank
+        parts = [(flat, cut.shard(rank)) for flat, load in pairs for cut in load.layout.cuts if not cut.is_even]
+        return [*flats, *(torch_private.alias(flat, *place).clone() for flat, place in parts)]
 
     def empty_flats(self) -> list[Tensor]:
         """What ``program_collect`` returns, without content."""
-        reducer, found = self.step.reducer, []
-        for bucket, load in zip(reducer.buckets, self.team.memory.loads, strict=True):
-            dtype, device = reducer.memory.travel_dtype(bucket), load.unit.device
-            shapes = [cut.shard_shape(load.unit.mesh.rank) for cut in load.layout.cuts]
-            found += [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+        reducer, rank = self.step.reducer, self._unit.mesh.rank
+        pairs = list(zip(reducer.buckets, self.team.memory.loads, strict=True))
+        flats = [
+            torch.empty(load.layout.shard_elements, dtype=reducer.memory.travel_dtype(bucket), device=load.unit.device)
+            for bucket, load in pairs
+        ]
+        cuts = [(flat, cut) for flat, (_, load) in zip(flats, pairs, strict=True) for cut in load.layout.cuts]
+        return [*flats, *(flat.new_empty(cut.shard_shape(rank)) for flat, cut in cuts if not cut.is_even)]
+
+    def parts_of(self, collected: Sequence[Tensor]) -> dict[int, Tensor]:
+        """In a trace: the gradients in what ``program_collect`` gave, by ``id`` of their parameter."""
+        buckets, loads, found = self.step.reducer.buckets, self.team.memory.loads, {}
+        one_by_one = iter(collected[len(buckets) :])
+        for bucket, load, flat in zip(buckets, loads, collected[: len(buckets)], strict=True):
+            for slot, cut in zip(bucket.slots, load.layout.cuts, strict=True):
+                part = flat.as_strided(*cut.shard(self._unit.mesh.rank)) if cut.is_even else next(one_by_one)
+                found[id(slot.leaf)] = part.to(slot.leaf.dtype)
         return found
 
     def sum(self, value: Tensor) -> Tensor:
