@@ -251,6 +251,40 @@ def test_what_comes_between_programs(world: int) -> None:
     run_ranks(world, train_with_everything_around)
 
 
+# Sizes of the micro-batches of each window: every mix of what has a program by then and what has none.
+WINDOWS = ((4, 4, 4), (4, 4, 4), (4, 4, 4), (3, 4, 4), (4, 2, 4), (4, 4, 2), (2, 2, 4), (4, 3, 3), (5, 4, 5), (4, 4, 4))
+
+
+def train_in_mixed_windows() -> None:
+    """Programs and the loop add to the same sums; a parameter is frozen within a window, and trains again later."""
+    import lockstep
+
+    run_uncompiled()
+    rank = dist.get_rank()
+    ends = []
+    for mode in ("loop", "graph"):
+        model, optimizer = make_uneven()
+        step = lockstep.TrainStep(model, optimizer, uneven_loss, mode=mode, accumulate=3, clip_norm=0.3)
+        losses = {}
+        for window, sizes in enumerate(WINDOWS):
+            for index, size in enumerate(sizes):
+                model.last.weight.requires_grad_(not (window == 7 and index > 0))
+                losses[f"{window} {index}"] = step(uneven_batch(10 * window + index, rank, size))
+        ends.append((losses, whole_parameters(model)))
+        assert_windows(model, len(WINDOWS))
+    explained = step.explain()
+    assert not explained.reasons, explained
+    assert explained.num_program_calls > 8, explained
+    assert explained.num_loop_calls > 8, explained
+    for right, found in zip(*ends, strict=True):
+        assert_all_close(right, found)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_programs_and_the_loop_in_one_window(world: int) -> None:
+    run_ranks(world, train_in_mixed_windows)
+
+
 def train_in_half(reduce: Any) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 

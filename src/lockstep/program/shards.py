@@ -86,7 +86,7 @@ class Shards:
 
     def key(self) -> Hashable:
         """What a program was made for, and does not ask again; not what ``plan`` says."""
-        return tuple([unit.gathers_again for unit in self.root.units])
+        return tuple([(unit.gathers_again, unit.frees_after_forward, unit.divisor) for unit in self.root.units])
 
     @property
     def plan(self) -> Any:
@@ -133,8 +133,9 @@ class Shards:
 
     def end(self) -> None:
         """A program has run: the shards have been written to, whatever their tensors count."""
+        unit = self.team.units[0]
         for order in self.root.orders:
-            order.drop(self._unit.links.gather.watch, self._unit.moment)
+            order.drop(unit.links.gather.watch, unit.moment)
             order.end()
         self.step.num_writes += 1
 
@@ -200,7 +201,7 @@ class Shards:
 
     def sum(self, value: Tensor) -> Tensor:
         """Add a number up over the ranks that have one shard each."""
-        transport, total = self._unit.links.scatter, value.clone()
+        transport, total = self.team.units[0].links.scatter, value.clone()
         flight = transport.start_all_reduce(total, mean=False, name="norm of gradients")
         transport.land(flight, f"the norm of all gradients in step {self.step.num_windows - 1}")
         return total
