@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -284,7 +285,9 @@ class Whole:
             self._delivery.enter()
         if self._shards is not None:
             self._shards.begin()
-        with torch.no_grad():
+        with torch.no_grad(), ExitStack() as telling:  # peers wait for what this rank may not come to
+            for step in recipe.parallel.steps:
+                telling.enter_context(step.telling_peers())
             outputs = list(program.run(*inputs.flat()))
         if self._shards is not None:
             self._shards.end()
