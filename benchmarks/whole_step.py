@@ -1,7 +1,8 @@
 """The whole step as one program on two CPU ranks, over the compiled loop; peak memory of updates bucket by bucket.
 
 The subjects take turns in one process per rank: ``mode="compiled"`` (the loop with a compiled forward and backward)
-and ``mode="graph"`` (forward, backward, reduction and optimizer as one compiled program), with the same optimizer.
+and ``mode="graph"`` (forward, backward, reduction and optimizer as one compiled program), with the same optimizer; of
+a replicated model, and of a sharded one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MODES = ("compiled", "graph")
 # In each rank
 
 
-def measure_modes(workload: str, num_rounds: int, steps_per_block: int) -> dict[str, Any]:
+def measure_modes(workload: str, num_rounds: int, steps_per_block: int, sharded: bool = False) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
@@ -36,7 +37,7 @@ def measure_modes(workload: str, num_rounds: int, steps_per_block: int) -> dict[
         torch.manual_seed(0)
         module = what.build()
         give_own_code(module)
-        model = lockstep.DDP(module)
+        model = lockstep.fully_shard(module, units="auto") if sharded else lockstep.DDP(module)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         steps[mode] = step = lockstep.TrainStep(model, optimizer, lambda m, batch: m(batch), mode=mode)
 
@@ -83,17 +84,24 @@ def measure_peak(by_bucket: bool, num_layers: int = 16, width: int = 1024) -> di
 
 def whole_step(quick: bool) -> dict[str, Any]:
     workload = "gpt5m"
-    ranks = run_ranks(
-        "whole_step:measure_modes",
-        {"workload": workload, "num_rounds": 4 if quick else 16, "steps_per_block": 2 if quick else 6},
-    )
-    answer = ranks[0]
-    summary: Any = summarise(answer["times"], "compiled")
-    rows = [
-        [f'mode="{mode}"', f"{1e3 * summary[mode]['seconds']['median']:.1f}", spread_of(summary[mode]["ratio"]).text()]
-        for mode in MODES
-    ]
-    print_table(f"whole step on 2 CPU ranks, {workload}", ["subject", "ms per step", "over the compiled loop"], rows)
+    found = {}
+    for kind, sharded in (("replicated", False), ("sharded", True)):
+        ranks = run_ranks(
+            "whole_step:measure_modes",
+            {
+                "workload": workload,
+                "num_rounds": 4 if quick else 16,
+                "steps_per_block": 2 if quick else 6,
+                "sharded": sharded,
+            },
+        )
+        answer = ranks[0]
+        summary: Any = summarise(answer["times"], "compiled")
+        ratios = {mode: spread_of(summary[mode]["ratio"]).text() for mode in MODES}
+        rows = [[f'mode="{m}"', f"{1e3 * summary[m]['seconds']['median']:.1f}", ratios[m]] for m in MODES]
+        title = f"whole step on 2 CPU ranks, {workload}, {kind}"
+        print_table(title, ["subject", "ms per step", "over the compiled loop"], rows)
+        found[kind] = {"summary": summary, "times": answer["times"], "notes": answer["notes"]}
     peaks = {
         name: max(rank["peak"] for rank in run_ranks("whole_step:measure_peak", {"by_bucket": by_bucket}))
         for name, by_bucket in (("all at once", False), ("bucket by bucket", True))
@@ -104,4 +112,4 @@ def whole_step(quick: bool) -> dict[str, Any]:
         ["updates", "MiB of tensors", "ratio"],
         [[name, f"{peak / 2**20:.0f}", f"{peak / first:.3f}"] for name, peak in peaks.items()],
     )
-    return {"summary": summary, "times": answer["times"], "notes": answer["notes"], "peaks": peaks}
+    return {**found["replicated"], "sharded": found["sharded"], "peaks": peaks}

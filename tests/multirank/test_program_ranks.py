@@ -204,3 +204,35 @@ def run_sharded(names: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_in_a_sharded_model(world: int) -> None:
     run_ranks(world, run_sharded, IN_SHARDS, preload=PRELOAD)
+
+
+def fail_in_a_program() -> None:
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    import lockstep
+    from lockstep import errors, torch_private
+    from lockstep.observe.moments import StepMoment
+    from lockstep.testing import inject
+
+    torch_private.compile_program = lambda graph, *_: graph
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = lockstep.DDP(torch.nn.Linear(4, 4))
+    step = lockstep.TrainStep(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b).square().mean(), mode="graph"
+    )
+    for _ in range(3):
+        step(torch.ones(2, 4))
+    assert step.explain().num_program_calls == 2
+    with (
+        inject.fault(StepMoment.LAUNCH, inject.raises, rank=1, step=3),
+        pytest.raises(inject.Fault if rank else errors.PeerFailed, match="injected at launch of step 3"),
+    ):
+        step(torch.ones(2, 4))
+    if rank == 0:
+        _get_default_store().set("heard of it", "")
+    _get_default_store().wait(["heard of it"])  # the one that failed is alive all the time
+
+
+def test_an_error_in_a_program_is_told_to_the_others() -> None:
+    run_ranks(2, fail_in_a_program, env={"LOCKSTEP_LATE_TIMEOUT": "200"})

@@ -38,6 +38,15 @@ def test_shard_of() -> None:
     assert private.shard_of(torch.ones(1)) is None
 
 
+def test_storage_of() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        flat, other = torch.empty(6), torch.empty(6)
+        assert private.storage_of(flat[2:].view(2, 2).t().detach()) == private.storage_of(flat)
+        assert private.storage_of(other) != private.storage_of(flat)
+
+
 def test_alias() -> None:
     flat = torch.arange(6.0)
     part = private.alias(flat, (2, 2), (1, 2), 1)

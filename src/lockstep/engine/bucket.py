@@ -237,6 +237,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor if to_local is None else to_local()
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """As ``local_tensor``, but the very tensor that a DTensor is around: what is written to it, others see."""
+    return torch_private.local_of(tensor) if hasattr(tensor, "to_local") else tensor
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Whether the tensor's elements fill one block of memory without gaps or overlap, in whatever order."""
     if tensor.numel() == 0:

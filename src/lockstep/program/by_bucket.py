@@ -24,7 +24,7 @@ from lockstep.program.options import Mode, Options
 from lockstep.program.parts import Parallel
 
 # Each element's update depends on its own gradient and state alone.
-_ELEMENTWISE = (
+ELEMENTWISE = (
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
     *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD),
 )
@@ -61,7 +61,7 @@ def why_not_by_bucket(options: Options, parallel: Parallel) -> list[str]:
     found = [reason for reason, applies in checks.items() if applies]
     for optimizer in options.optimizers:
         name = type(optimizer).__name__
-        if type(optimizer) not in _ELEMENTWISE:
+        if type(optimizer) not in ELEMENTWISE:
             found.append(f"{name} is not known to look at each element by itself")
         elif torch_private.optimizer_has_hooks(optimizer):
             found.append(f"hooks look at the steps of {name}")

@@ -1,7 +1,7 @@
 """How a program of the whole step reaches the reducer: one operator per bucket on the way out, one on the way back.
 
-    program_launch(grads, program, bucket) -> token      the gradients of a bucket are there
-    program_collect(tokens, program) -> flats            ranks compare the window; the reduced buckets
+    program_launch(grads, after, program, bucket) -> token   the gradients of a bucket are there
+    program_collect(tokens, program) -> flats                ranks compare the window; the reduced buckets
 
 They are opaque to the compiler, and feed the same step as everything else: buckets leave in plan order, ranks compare
 their stamps, communication hooks run.  What comes back is the reducer's own buffers, which the program uses up; so
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,44 +23,58 @@ from lockstep.engine.step_guard import before_update
 
 _TAGS = (torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe, torch.Tag.pt2_compliant_tag)
 _library = torch.library.Library("lockstep", "FRAGMENT")
-_library.define("program_launch(Tensor[] grads, int program, int bucket) -> Tensor", tags=_TAGS)
+_library.define("program_launch(Tensor[] grads, Tensor[] after, int program, int bucket) -> Tensor", tags=_TAGS)
 _library.define("program_collect(Tensor[] tokens, int program) -> Tensor[]", tags=_TAGS)
 
-_deliveries: weakref.WeakValueDictionary[int, Delivery] = weakref.WeakValueDictionary()
+# To whom a program delivers: there is one wrapper in a model, or one sharded model.  The number stands in the program,
+# which another process may load: so it names no wrapper of this process, but whichever step runs (see ``let_in``).
+_THE_WRAPPER, THE_SHARDS = 0, 1
 
 
-# Which of a model's wrappers a program delivers to; there is one.  The number stands in the program, which another
-# process may load: so it names no wrapper of this process, but whichever step runs (see ``Delivery.enter``).
-_THE_WRAPPER = 0
+class Receiver(Protocol):
+    """Whoever the operators come to."""
+
+    def launch(self, index: int, gradients: Sequence[Tensor]) -> None: ...
+
+    def collect(self) -> list[Tensor]: ...
+
+    def empty_flats(self) -> list[Tensor]: ...
+
+
+_deliveries: weakref.WeakValueDictionary[int, Receiver] = weakref.WeakValueDictionary()
+
+
+def let_in(serial: int, receiver: Receiver) -> None:
+    """Before a program is made or run: what it delivers to this number comes here."""
+    _deliveries[serial] = receiver
 
 
 class Delivery:
     """The way of one wrapped model's gradients out of a program, and back into it."""
 
-    def __init__(self, wrapper: Any) -> None:
-        self._step = wrapper.step
+    def __init__(self, step: Any) -> None:
+        self.step = step
         self.serial = _THE_WRAPPER
         self._flats: list[Tensor] = []
-        self.enter()
 
     def enter(self) -> None:
         """Before a program is made or run: what it delivers comes here."""
-        _deliveries[self.serial] = self
+        let_in(self.serial, self)
 
     @property
     def is_needed(self) -> bool:
         """Whether anything is to be sent: not by a rank that is alone."""
-        reducer = self._step.reducer
+        reducer = self.step.reducer
         return not (reducer.transport.is_alone and reducer.exchange is reducer.mean)
 
     # ---------------------------------------------------------------- in the trace
 
     def reduced(self, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
         """Put the reduction into a program: gradients by ``id`` of their parameter, local ones in, the mean out."""
-        buckets = self._step.reducer.buckets
+        buckets = self.step.reducer.buckets
         tokens = [
             torch.ops.lockstep.program_launch(
-                [gradients[id(slot.leaf)] for slot in bucket.slots], self.serial, bucket.index
+                [gradients[id(slot.leaf)] for slot in bucket.slots], [], self.serial, bucket.index
             )
             for bucket in buckets
         ]
@@ -74,17 +88,17 @@ class Delivery:
 
     def empty_flats(self) -> list[Tensor]:
         """What ``program_collect`` will return, without content."""
-        memory = self._step.reducer.memory
+        memory = self.step.reducer.memory
         return [
             torch.empty(b.spec.num_elements, dtype=memory.travel_dtype(b), device=b.parameters[0].device)
-            for b in self._step.reducer.buckets
+            for b in self.step.reducer.buckets
         ]
 
     # ---------------------------------------------------------------- when the program runs
 
     def launch(self, index: int, gradients: Sequence[Tensor]) -> None:
         """Take a bucket's gradients; it leaves when those before it have."""
-        step = self._step
+        step = self.step
         if not step.is_in_pass:
             step.begin_pass()
             for due in step.reducer.buckets:
@@ -94,7 +108,7 @@ class Delivery:
 
     def collect(self) -> list[Tensor]:
         """End the window: compare with the other ranks, and take the reduced buckets."""
-        step = self._step
+        step = self.step
         step.before_hand_out = self._take_flats
         try:
             step.settle_pass(is_inner=False)
@@ -112,7 +126,7 @@ class Delivery:
     def _take_flats(self) -> None:
         """All buckets have landed: take their buffers before anything is handed out in ``.grad``."""
         self._flats = []
-        for bucket in self._step.reducer.buckets:
+        for bucket in self.step.reducer.buckets:
             assert bucket.flat is not None
             self._flats.append(bucket.flat)
             for slot in bucket.slots:
@@ -121,7 +135,7 @@ class Delivery:
 
     def _add_remainders(self) -> None:
         """What another rank sent late was reduced by itself, and lies in ``.grad``."""
-        for bucket, flat in zip(self._step.reducer.buckets, self._flats, strict=True):
+        for bucket, flat in zip(self.step.reducer.buckets, self._flats, strict=True):
             for slot in bucket.slots:
                 if slot.parameter.grad is not None:
                     torch_private.alias(flat, slot.shape, slot.stride, slot.offset).add_(slot.parameter.grad)
@@ -130,7 +144,7 @@ class Delivery:
 
 @torch.library.impl(_library, "program_launch", "CompositeExplicitAutograd")
 @torch_private.leave_to_python
-def _launch(grads: list[Tensor], program: int, bucket: int) -> Tensor:
+def _launch(grads: list[Tensor], after: list[Tensor], program: int, bucket: int) -> Tensor:
     _deliveries[program].launch(bucket, grads)
     return grads[0].new_empty(0)
 
@@ -142,7 +156,7 @@ def _collect(tokens: list[Tensor], program: int) -> list[Tensor]:
 
 
 @torch.library.register_fake("lockstep::program_launch", lib=_library)
-def _fake_launch(grads: list[Tensor], program: int, bucket: int) -> Tensor:
+def _fake_launch(grads: list[Tensor], after: list[Tensor], program: int, bucket: int) -> Tensor:
     return grads[0].new_empty(0)
 
 
@@ -155,6 +169,14 @@ def launch_early(graph: Any) -> None:
     """Move every launch to where its last gradient is made, so that it travels while the rest is computed."""
     order = {node: index for index, node in enumerate(graph.graph.nodes)}
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.lockstep.program_launch.default):
+        node.args = ([_made_by(gradient) for gradient in node.args[0]], *node.args[1:])
         last = max(node.all_input_nodes, key=order.__getitem__)
         last.append(node)
     graph.recompile()
+
+
+def _made_by(node: Any) -> Any:
+    """What is the same gradient, and is there earlier: all of them are detached when the backward is over."""
+    while node.target is torch.ops.aten.detach.default:
+        node = node.args[0]
+    return node

@@ -18,6 +18,7 @@ from lockstep import torch_private
 from lockstep.program.guards import optimizer_settings
 from lockstep.program.options import Options
 from lockstep.program.parts import Parallel
+from lockstep.shard import ShardedModule
 from lockstep.shard.mesh import whole_group
 from lockstep.version import __version__
 
@@ -92,7 +93,7 @@ def _processor() -> str:
 def _model(options: Options) -> dict[str, str]:
     model = options.model
     facts = {"model": type(_plain_module(model)).__qualname__}
-    kinds = {type(module).__qualname__: type(module) for module in model.modules()}
+    kinds = {kind.__qualname__: kind for kind in map(_class_of, model.modules())}
     users = {name: kind for name, kind in kinds.items() if not kind.__module__.startswith(("torch.", "lockstep."))}
     facts |= {f"code of {name}": _code(kind.forward) for name, kind in sorted(users.items())}
     modes = sorted(name for name, module in model.named_modules() if not module.training)
@@ -102,6 +103,12 @@ def _model(options: Options) -> dict[str, str]:
     for name, buffer in model.named_buffers():
         facts[f"buffer {_name(name)}"] = _tensor(buffer)
     return facts
+
+
+def _class_of(module: Any) -> Any:
+    """The class of a module; of a sharded one the user's."""
+    kind = type(module)
+    return kind.__mro__[kind._orig_cls_mro_index] if isinstance(module, ShardedModule) else kind
 
 
 def _plain_module(model: Any) -> Any:

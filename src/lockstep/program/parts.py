@@ -38,6 +38,12 @@ class Parallel:
             yield
 
     @property
+    def steps(self) -> list[Any]:
+        """Those that reduce gradients; of a sharded model, which makes them when it is first used, too."""
+        sharded = [step for module in self.sharded for step in module._root.steps]
+        return [*(wrapper.step for wrapper in self.wrappers), *sharded]
+
+    @property
     def is_joined(self) -> bool:
         """Whether inputs may be uneven now: inside ``join()``."""
         return any(wrapper._parts.uneven.is_on for wrapper in self.wrappers)

@@ -10,6 +10,7 @@ from lockstep import torch_private
 from lockstep.engine.exchange import HookExchange, has_one_collective
 from lockstep.program.options import Options
 from lockstep.program.parts import Parallel
+from lockstep.program.shard_reasons import why_not_sharded
 
 JOINED = "join() is, or was, in use: ranks do different things in a step"
 
@@ -20,6 +21,8 @@ def why_not_captured(options: Options, parallel: Parallel) -> list[str]:
     if device.type != "cuda":
         return [f"the model is on {device.type}; there are CUDA graphs on CUDA devices only"]
     found = _why_no_program(parallel) + _optimizer_hooks(options)
+    if parallel.sharded:
+        found.append("sharded models gather into memory that they free again, step by step, from Python")
     for wrapper in parallel.wrappers:
         transport = wrapper.step.reducer.transport
         if not transport.is_alone and transport.backend(device) != "nccl":
@@ -34,7 +37,7 @@ def why_not_captured(options: Options, parallel: Parallel) -> list[str]:
 
 def why_not_graph(options: Options, parallel: Parallel) -> list[str]:
     """Why the whole step cannot be one compiled program; empty if it may be tried."""
-    found = _why_no_program(parallel) + _optimizer_hooks(options)
+    found = _why_no_program(parallel) + why_not_sharded(options, parallel) + _optimizer_hooks(options)
     for optimizer in options.optimizers:
         if not _is_torchs(optimizer):
             found.append(f"{_name(optimizer)} is not one of torch's optimizers, and what it does in Python is unknown")
@@ -51,8 +54,6 @@ def why_not_graph(options: Options, parallel: Parallel) -> list[str]:
 
 def _why_no_program(parallel: Parallel) -> list[str]:
     found = []
-    if parallel.sharded:
-        found.append("sharded models gather into memory that they free again, step by step, from Python")
     if parallel.foreign:
         found.append("torch's DistributedDataParallel reduces from C++ of its own; use lockstep.DDP")
     if len(parallel.wrappers) > 1:

@@ -41,6 +41,7 @@ class Together:
 
     def __init__(self, parallel: Parallel, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
         self._optimizers = optimizers
+        self._parallel = parallel
         self._wrappers = parallel.wrappers
         self._sharded = parallel.sharded[:1]
         self._serials = []
@@ -80,8 +81,7 @@ class Together:
 
     def all_can(self, can: bool, micro: int) -> bool:
         """Whether every rank can run this step as a program; compares where ranks are, too."""
-        for wrapper in self._wrappers:
-            step = wrapper.step
+        for step in self._parallel.steps:
             union = step.closing.union
             control = union.control
             reducer = step.reducer
@@ -89,7 +89,7 @@ class Together:
             if control is None:
                 self._judge(step, [mark])
                 continue
-            stamp = self._stamp(wrapper, micro)
+            stamp = self._stamp(step, micro)
             digest = stamp.digest() if union.check != "off" else 1
             moment = f"the comparison of ranks before step {step.num_windows}"
             numbers = [digest, int(can), mark, *self._drift_of(step)]
@@ -123,16 +123,16 @@ class Together:
     @contextmanager
     def compared(self) -> Iterator[None]:
         """Within this context windows are not compared again."""
-        for wrapper in self._wrappers:
-            wrapper.step.closing.is_compared = True
+        steps = self._parallel.steps
+        for step in steps:
+            step.closing.is_compared = True
         try:
             yield
         finally:
-            for wrapper in self._wrappers:
-                wrapper.step.closing.is_compared = False
+            for step in steps:
+                step.closing.is_compared = False
 
-    def _stamp(self, wrapper: Any, micro: int) -> Stamp:
-        step = wrapper.step
+    def _stamp(self, step: Any, micro: int) -> Stamp:
         reducer = step.reducer
         return Stamp(
             wrapper=step.closing.union.name,

@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep import torch_private
+from lockstep.engine.bucket import local_part
 from lockstep.program.batch import Batch, map_tensors, tensors_in
 from lockstep.program.deliver import Delivery
 from lockstep.program.recipe import Recipe, loss_of
-
-
-class Untraceable(Exception):
-    """The step cannot be one program, for the reason that the message gives."""
+from lockstep.program.shard_trace import ShardTrace
+from lockstep.program.shards import Shards
+from lockstep.program.untraceable import Untraceable
 
 
 @dataclass
@@ -62,11 +62,14 @@ class _Holder(nn.Module):
 class WholeStep:
     """One kind of micro-step of one recipe, as a function of tensors."""
 
-    def __init__(self, recipe: Recipe, batch: Batch, delivery: Delivery | None, index: int, is_last: bool) -> None:
+    def __init__(
+        self, recipe: Recipe, batch: Batch, delivery: Delivery | Shards | None, index: int, is_last: bool
+    ) -> None:
         self._recipe = recipe
         self._options = recipe.options
         self._batch = batch
-        self._delivery = delivery
+        self._delivery = delivery if isinstance(delivery, Delivery) else None
+        self._trace = ShardTrace(delivery) if isinstance(delivery, Shards) else None
         self._is_first, self._is_last = index == 0, is_last
         self._names = {id(p): name for name, p in recipe.options.model.named_parameters()}
         self._buffers = dict(recipe.options.model.named_buffers())
@@ -86,15 +89,21 @@ class WholeStep:
         """The tensors as they are now."""
         options, average = self._options, self._recipe.average
         return Inputs(
-            parameters=[p.detach() for p in self._recipe.parameters],
+            parameters=[local_part(p).detach() for p in self._recipe.parameters],
             buffers=list(self._buffers.values()),
             batch=list(batch),
-            state=[optimizer.state[parameter][name] for optimizer, parameter, name in self._state],
+            state=[local_part(optimizer.state[parameter][name]) for optimizer, parameter, name in self._state],
             rates=list(rates) if self._is_last else [],
-            averages=average.values if average is not None and self._is_last else [],
+            averages=list(map(local_part, average.values)) if average is not None and self._is_last else [],
             gradients=list(gradients),
             scale=list(torch_private.scaler_tensors(options.scaler)) if options.scales else [],
         )
+
+    def examples(self, inputs: Inputs) -> Inputs:
+        """The inputs to trace and compile for; see shards.py, [Note: shards that share memory]."""
+        if self._trace is None:
+            return inputs
+        return replace(inputs, parameters=[torch.empty_like(tensor) for tensor in inputs.parameters])
 
     # ---------------------------------------------------------------- the step
 
@@ -111,28 +120,48 @@ class WholeStep:
                 norm = self._update(given, gradients)
                 self.has_norm = norm is not None
                 outputs += [norm] if norm is not None else []
+            if self._trace is not None:
+                self._trace.use({})  # forget what it has made
             return outputs
 
         return run
 
     def _forward_backward(self, given: Inputs) -> tuple[Any, dict[int, Tensor]]:
         originals = self._recipe.parameters
+        if self._trace is not None:
+            self._trace.use(dict(zip(map(id, originals), given.parameters, strict=True)))
+            return self._forward_backward_of_shards(given, self._trace)
         leaves = [t.detach().requires_grad_(p.requires_grad) for t, p in zip(given.parameters, originals, strict=True)]
         named = {f"model.{self._names[id(p)]}": leaf for p, leaf in zip(originals, leaves, strict=True)}
         named |= {f"model.{name}": tensor for name, tensor in zip(self._buffers, given.buffers, strict=True)}
         with torch.enable_grad(), _plain_forwards(self._recipe):
-            result = torch.func.functional_call(_Holder(self._recipe), named, (self._batch.rebuilt(given.batch),))
-            loss = loss_of(result)
-            share = loss / self._options.accumulate if self._options.accumulate > 1 else loss
-            if self._options.scales:
-                share = share * given.scale[0].to(share.dtype)
+            result, share = self._forward(given, named)
             trained = [(p, leaf) for p, leaf in zip(originals, leaves, strict=True) if leaf.requires_grad]
             found = torch.autograd.grad(share, [leaf for _, leaf in trained], allow_unused=True)
         gradients = {id(p): g.detach() for (p, _), g in zip(trained, found, strict=True) if g is not None}
-        unused = [self._names[id(p)] for p, _ in trained if id(p) not in gradients]
-        if unused and (self._delivery is not None or self._options.accumulate > 1):
-            raise Untraceable(f"{', '.join(unused[:5])} get no gradient")
+        if self._delivery is not None or self._options.accumulate > 1:
+            self._require_all(gradients)
         return result, gradients
+
+    def _forward_backward_of_shards(self, given: Inputs, trace: ShardTrace) -> tuple[Any, dict[int, Tensor]]:
+        named = {f"model.{name}": tensor for name, tensor in zip(self._buffers, given.buffers, strict=True)}
+        with torch.enable_grad(), _plain_forwards(self._recipe), trace.running():
+            result, share = self._forward(given, named)
+            gradients = trace.gradients(share)
+        self._require_all(gradients)
+        return result, gradients
+
+    def _forward(self, given: Inputs, named: dict[str, Tensor]) -> tuple[Any, Tensor]:
+        """What the loss function returns for tensors in the place of the model's, and what the backward begins with."""
+        result = torch.func.functional_call(_Holder(self._recipe), named, (self._batch.rebuilt(given.batch),))
+        loss = loss_of(result)
+        share = loss / self._options.accumulate if self._options.accumulate > 1 else loss
+        return result, share * given.scale[0].to(share.dtype) if self._options.scales else share
+
+    def _require_all(self, gradients: dict[int, Tensor]) -> None:
+        unused = [self._names[id(p)] for p in self._recipe.parameters if p.requires_grad and id(p) not in gradients]
+        if unused:
+            raise Untraceable(f"{', '.join(unused[:5])} get no gradient")
 
     def _accumulated(self, given: Inputs, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
         if self._options.accumulate == 1:
@@ -153,12 +182,14 @@ class WholeStep:
         options = self._options
         if self._delivery is not None and self._delivery.is_needed:
             gradients = self._delivery.reduced(gradients)
+        if self._trace is not None:
+            gradients = self._trace.reduced(gradients)
         parameters = dict(zip(map(id, self._recipe.parameters), given.parameters, strict=True))
         found_inf: dict[int, Tensor] = {}
         if options.scales:
             inverse = given.scale[0].double().reciprocal().float()
             gradients = {key: g * inverse.to(g.dtype) for key, g in gradients.items()}
-            found_inf = {id(o): _any_not_finite(o, gradients) for o in options.optimizers}
+            found_inf = self._not_finite(gradients)
         norm = self._clip(gradients)
         rates = iter(given.rates)
         state = dict(zip(((id(o), id(p), n) for o, p, n in self._state), given.state, strict=True))
@@ -172,11 +203,20 @@ class WholeStep:
             torch_private.foreach_lerp(given.averages, [parameters[key] for key in ids], 1.0 - average.decay)
         return norm
 
+    def _not_finite(self, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Whether any gradient of an optimizer is not finite, on any rank."""
+        optimizers = self._options.optimizers
+        found = [_any_not_finite(optimizer, gradients) for optimizer in optimizers]
+        if self._trace is not None:
+            found = list(self._trace.sum(torch.stack(found)).clamp(max=1.0).unbind())
+        return dict(zip(map(id, optimizers), found, strict=True))
+
     def _clip(self, gradients: dict[int, Tensor]) -> Tensor | None:
         options = self._options
         present = [gradients[id(p)] for p in self._recipe.parameters if id(p) in gradients]
         if options.clip_norm is not None:
             norm = torch.nn.utils.get_total_norm(present)
+            norm = norm if self._trace is None else self._trace.total_norm(norm)
             shrink = torch.clamp(options.clip_norm / (norm + 1e-6), max=1.0)
             for key, gradient in gradients.items():
                 gradients[key] = gradient * shrink.to(gradient.dtype)

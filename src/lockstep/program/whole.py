@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +24,10 @@ from lockstep.program.places import shown
 from lockstep.program.reasons import JOINED
 from lockstep.program.recipe import Recipe
 from lockstep.program.record import Record
+from lockstep.program.shards import Shards, keep_order
 from lockstep.program.together import Together
-from lockstep.program.traced import Untraceable, WholeStep
+from lockstep.program.traced import WholeStep
+from lockstep.program.untraceable import Untraceable
 from lockstep.program.windows import note_replay
 
 _MAX_KINDS = 1000  # of batches that are remembered
@@ -58,7 +62,9 @@ class Whole:
         self._surroundings = Surroundings(recipe)
         self._memory: Hashable = None
         wrappers = recipe.parallel.wrappers
-        self._delivery = Delivery(wrappers[0]) if wrappers else None
+        sharded = recipe.parallel.sharded
+        self._shards = Shards(sharded[0]) if sharded else None
+        self._delivery: Delivery | Shards | None = Delivery(wrappers[0].step) if wrappers else self._shards
         # Gradients added up so far, by ``id`` of their parameter; and which have any in this window.
         self._sum_of: dict[int, Tensor] = {}
         self._has_sum: set[int] = set()
@@ -78,9 +84,10 @@ class Whole:
         if recipe.parallel.is_joined:
             self._record.fall_back(JOINED)
             return self._loop(tree, index, is_last, None)
+        is_kept = self._is_kept_from_it()
         batch = Batch.of(tree)
         key = self._key(batch, index, is_last)
-        is_other = self._trained.has_changed(recipe.parameters, index)
+        is_other = self._trained.has_changed(recipe.parameters, index) or is_kept
         program = None if is_other else self._programs.get(key)
         if program is None and not is_other and self._may_trace(key, batch):
             try:
@@ -95,10 +102,19 @@ class Whole:
         with self._together.compared():  # just now: the end of the window needs no exchange of its own
             return self._run(program, batch, index, is_last)
 
+    def _is_kept_from_it(self) -> bool:
+        """Whether this step of a sharded model cannot be a program, as the model is set just now."""
+        reason = self._shards.prepare() if self._shards is not None else ""
+        if reason:
+            self._record.fall_back(reason)
+        return bool(reason)
+
     def _key(self, batch: Batch, index: int, is_last: bool) -> Hashable:
         recipe = self._recipe
         optimizers = recipe.options.optimizers
-        memory = (memory_of((), optimizers), id(recipe.parallel.wrappers[0].plan) if recipe.parallel.wrappers else 0)
+        plans = [wrapper.plan for wrapper in recipe.parallel.wrappers]
+        plans += [self._shards.plan] if self._shards is not None else []
+        memory = (memory_of((), optimizers), tuple(map(id, plans)))
         if memory != self._memory:
             if self._programs:
                 self._record.note("the plan or the optimizer state was replaced; programs are made anew")
@@ -109,7 +125,8 @@ class Whole:
         amp = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         baked = optimizer_settings(optimizers, with_rates=False)
         around = self._surroundings.values()
-        return ((index == 0, is_last), batch.key, around, baked, trains(recipe.parameters), amp)
+        units = self._shards.key() if self._shards is not None else ()
+        return ((index == 0, is_last), batch.key, around, baked, trains(recipe.parameters), amp, units)
 
     def _may_trace(self, key: Hashable, batch: Batch) -> bool:
         if self._never or key in self._refused or self._seen[key] < WARMUP_CALLS:
@@ -149,7 +166,9 @@ class Whole:
             self._has_sum.clear()
         for parameter in recipe.parameters:
             if id(parameter) in self._has_sum:
-                parameter.grad = self._sum_of[id(parameter)].detach()
+                self._holder_of(parameter).grad = self._sum_of[id(parameter)].detach()
+        if self._shards is not None and self._has_sum:
+            self._shards.note_local(self._has_sum)
         before = self._surroundings.values()
         result = recipe.micro(tree, is_last=is_last)
         if is_last:
@@ -170,21 +189,22 @@ class Whole:
         A program that comes next adds to them and reduces the result; in ``.grad`` it would be reduced once more.
         """
         for parameter in self._recipe.parameters:
-            gradient, parameter.grad = parameter.grad, None
+            holder = self._holder_of(parameter)
+            gradient, holder.grad = holder.grad, None
             if gradient is not None:
                 sum_so_far = self._sum_for(parameter)
                 if gradient.data_ptr() != sum_so_far.data_ptr():
                     sum_so_far.copy_(gradient)  # it was replaced, or the first: not added to
                 self._has_sum.add(id(parameter))
 
+    def _holder_of(self, parameter: Tensor) -> Tensor:
+        """In whose ``.grad`` gradients add up until they are reduced: of a shard the whole parameter's."""
+        return parameter if self._shards is None else self._shards.whole_of(parameter)
+
     def _sum_for(self, parameter: Tensor) -> Tensor:
-        found = self._sum_of.get(id(parameter))
-        if found is None or (found.shape, found.dtype, found.device) != (
-            parameter.shape,
-            parameter.dtype,
-            parameter.device,
-        ):
-            found = self._sum_of[id(parameter)] = torch.zeros_like(parameter, requires_grad=False)
+        found, holder = self._sum_of.get(id(parameter)), self._holder_of(parameter)
+        if found is None or (found.shape, found.dtype, found.device) != (holder.shape, holder.dtype, holder.device):
+            found = self._sum_of[id(parameter)] = torch.zeros_like(holder, requires_grad=False)
         return found
 
     def _sums(self) -> list[Tensor]:
@@ -211,7 +231,7 @@ class Whole:
         if self._delivery is not None:
             self._delivery.enter()
         whole = WholeStep(recipe, batch, self._delivery, index, is_last)
-        inputs = whole.inputs(batch.tensors, self._rates, self._sums())
+        inputs = whole.examples(whole.inputs(batch.tensors, self._rates, self._sums()))
         randomness, before = HostRandomness(), self._surroundings.values()
         try:
             graph = torch_private.trace_program(whole.function(inputs), inputs.flat())
@@ -226,23 +246,25 @@ class Whole:
         for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._local_scalar_dense.default):
             raise Untraceable(f"the step asks for a number at {place_of(node) or 'a line of the loss function'}")
         launch_early(graph)
+        if self._shards is not None:
+            keep_order(graph)
         differing = self._compare(graph, batch, index, is_last)
         tuning.start()
         # Ranks of a host take turns: the first one compiles, the others find its work in the cache.
-        wrappers = recipe.parallel.wrappers
-        around = take_turn if wrappers and wrappers[0]._peers.world > 1 else None
+        around = take_turn if any(step.reducer.world > 1 for step in recipe.parallel.steps) else None
         run = torch_private.compile_program(graph, inputs.flat(), around)
         return GraphProgram(whole, run, digest_of(graph), graph, batch.shown(), differing, self._surroundings.objects())
 
     def _compare(self, graph: Any, batch: Batch, index: int, is_last: bool) -> Callable[[], list[str]]:
         """Say so if another rank makes another program in the place of this one; returns where they differ."""
-        for wrapper in self._recipe.parallel.wrappers:
-            board = wrapper._peers.board
+        boards = [wrapper._peers.board for wrapper in self._recipe.parallel.wrappers]
+        boards += [self._shards.team.board] if self._shards is not None else []
+        for board in boards:
             if board is not None:
                 facts = describe_program(graph, batch.shown(), self._recipe.options.loss)
                 kind = "update" if is_last else "first micro-step" if index == 0 else "micro-step"
                 key = compare(board, f"the {kind} of a train step", facts)
-                return lambda: differing_places(board, key, facts)
+                return partial(differing_places, board, key, facts)
         return list
 
     # ---------------------------------------------------------------- running it
@@ -261,15 +283,22 @@ class Whole:
         inputs = program.whole.inputs(batch.tensors, self._rates, self._sums())
         if self._delivery is not None:
             self._delivery.enter()
-        with torch.no_grad():
+        if self._shards is not None:
+            self._shards.begin()
+        with torch.no_grad(), ExitStack() as telling:  # peers wait for what this rank may not come to
+            for step in recipe.parallel.steps:
+                telling.enter_context(step.telling_peers())
             outputs = list(program.run(*inputs.flat()))
+        if self._shards is not None:
+            self._shards.end()
         for wrapper in wrappers:
             with torch.enable_grad(), _syncing(wrapper, is_last):
                 wrapper._post_forward(())
         if self._delivery is None or not self._delivery.is_needed or not is_last:
             note_replay(recipe.parallel, is_last=is_last)
-        elif wrappers:
-            wrappers[0].step.reducer.finiteness.tell_later(wrappers[0].step.num_windows - 1)
+        else:
+            for step in recipe.parallel.steps:
+                step.reducer.finiteness.tell_later(step.num_windows - 1)
         program.num_runs += 1
         self._record.num_graph_calls += 1
         if is_last and program.whole.has_norm:

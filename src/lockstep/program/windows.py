@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lockstep.program.parts import Parallel
 
 _COUNTED = (
@@ -35,8 +33,8 @@ class WindowCounts:
 def note_replay(parallel: Parallel, *, is_last: bool) -> None:
     """Count a micro-step that a program ran, as the loop would have counted it."""
     for wrapper in parallel.wrappers:
-        step: Any = wrapper.step
         wrapper._parts.buffers.is_due = is_last
+    for step in parallel.steps:
         if step.holds_local_gradients or not is_last:
             # If the loop ends the window it reduces what was added up here, of parameters that are frozen by then too.
             for slot in step.reducer.slots:

@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lockstep.shard import ShardedModule
+
 _PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None)))
 _MOST_DEPTH = 4
 _MOST_ENTRIES = 256  # a longer container is data, and compared by identity
@@ -97,7 +99,8 @@ def _containers(value: Any) -> Iterator[tuple[_Look, list[Any]]]:
         for name in _STRUCTURE:
             entries: Mapping[Any, Any] = getattr(value, name)
             yield partial(_entries_of, value, name), list(entries.values()) if name == "_modules" else []
-        if not (type(value).__module__.startswith("lockstep") or "_orig_mod" in value._modules):
+        is_ours = type(value).__module__.startswith("lockstep") and not isinstance(value, ShardedModule)
+        if not (is_ours or "_orig_mod" in value._modules):
             look = partial(_of_the_program, vars(value))
             yield look, look()
             yield list, list(type(value).__mro__)

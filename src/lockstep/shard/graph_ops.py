@@ -92,13 +92,13 @@ def _gather(home: Tensor, key: Tensor, num_elements: int, dtype: torch.dtype, tr
     order = root.orders[torch_private.in_backward()]
     root.orders[not torch_private.in_backward()].end()
     begun = now()
-    started = order.take(store, unit.versions_of(store), _start, unit.links.gather.watch, unit.moment)
+    started = order.take(store, unit.versions_of(store), start_gathering, unit.links.gather.watch, unit.moment)
     root.timeline.record("gather", begun, now(), unit.index)
     _flights[started.buffer.data_ptr()] = started.flight
     return started.buffer
 
 
-def _start(store: FlatStore) -> Started:
+def start_gathering(store: FlatStore) -> Started:
     """Start gathering a store; the one that a graph asked for, or the one after it."""
     unit, _ = _find(store.anchor)
     mine = store.shard().to(device=store.device, dtype=store.dtype, non_blocking=True)

@@ -78,6 +78,11 @@ class Cut:
         """The size of the largest chunk."""
         return prod(self.chunk_shape(self.chunk))
 
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks hold equally much."""
+        return self.spec.shape[self.spec.dim] % self.world == 0
+
     def chunk_shape(self, length: int) -> tuple[int, ...]:
         shape = self.spec.shape
         return (*shape[: self.spec.dim], length, *shape[self.spec.dim + 1 :])

@@ -49,6 +49,8 @@ class ShardedModule(FSDPModule):
         unit = self._lockstep_unit
         if torch.compiler.is_compiling() and not unit.has_own_gathers:
             return traced_call(self, super().__call__, args, kwargs)  # type: ignore[misc]
+        if unit.traced_by is not None:
+            return unit.traced_by(unit, super().__call__, args, kwargs)  # type: ignore[misc]
         with _failure_noted(unit):
             args, kwargs = before_forward(unit, self, args, kwargs)  # type: ignore[arg-type]
             output = super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -423,6 +425,8 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         unit = module._lockstep_unit
         if torch.compiler.is_compiling() and not unit.has_own_gathers:
             return traced_call(module, method, args, kwargs)
+        if unit.traced_by is not None:
+            return unit.traced_by(unit, method, args, kwargs)
         with _failure_noted(unit):
             args, kwargs = before_forward(unit, module, args, kwargs)
             return after_forward(unit, module, method(*args, **kwargs))

@@ -52,9 +52,12 @@ class Gathers:
         self.total = self.in_graph = self.in_graph_backward = 0
 
     def note_in_graph(self) -> None:
+        self.note_in_program(again=torch_private.in_backward())
+
+    def note_in_program(self, *, again: bool) -> None:
         self.total += 1
         self.in_graph += 1
-        self.in_graph_backward += torch_private.in_backward()
+        self.in_graph_backward += again
 
 
 class Unit:
@@ -80,9 +83,9 @@ class Unit:
         self.policy = policy
         self.name = type(modules[0]).__name__
         self.index = -1
-        self._offloads = hasattr(offload, "pin_memory")
-        self._pins = self._offloads and bool(offload.pin_memory) and torch.accelerator.is_available()
-        if self._offloads:
+        self.offloads = hasattr(offload, "pin_memory")
+        self._pins = self.offloads and bool(offload.pin_memory) and torch.accelerator.is_available()
+        if self.offloads:
             self._move_shards_to_host()
         self.parent: weakref.ref[Unit] | None = None
         self.root: Root | None = None
@@ -116,6 +119,8 @@ class Unit:
         self.gathers = Gathers()
         self.last_gathers = Gathers()  # of the last step, for explain.py
         self.num_graph_forwards = 0  # of compiled graphs, whose backward is still to come
+        # Who runs the forwards of its modules, while a program of the whole step is traced (program/shard_trace.py).
+        self.traced_by: Callable[[Unit, Callable[..., Any], Any, Any], Any] | None = None
         # Told whenever it was laid out anew.
         self.on_layout: Callable[[Unit], None] | None = None
         self.stores: list[FlatStore | OwnStore] = []
@@ -212,7 +217,7 @@ class Unit:
                 f"still on meta device: {names}\nFor example, call module.to_empty(device) to materialize to device "
                 "and call module.reset_parameters() on each module to initialize values."
             )
-        if self._offloads:
+        if self.offloads:
             wrong = [(p.name, p.local.device) for p in self.parameters if p.local.device.type != "cpu"]
             if wrong:
                 raise RuntimeError(

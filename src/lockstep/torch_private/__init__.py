@@ -191,6 +191,7 @@ _NAMES_BY_PART = {
         "foreach_mul",
         "foreach_zero",
         "shard_of",
+        "storage_of",
         "unflatten_dense",
     ),
     "tuning": ("stand_in_for_timing",),

@@ -18,6 +18,7 @@ __all__ = [
     "foreach_mul",
     "foreach_zero",
     "shard_of",
+    "storage_of",
     "unflatten_dense",
 ]
 
@@ -49,6 +50,11 @@ def dtensor_like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
     # With shape and stride of the whole: where shards are uneven they do not follow from one of them.
     whole = {"shape": parameter.shape, "stride": parameter.stride()}
     return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False, **whole)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number for the memory that a tensor lies in; that of one without values is told by nothing public."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 class Shard(NamedTuple):
