@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lockstep.observe.moments import StepMoment, listeners, reached
 from lockstep.program.parts import Parallel
 
 _COUNTED = (
@@ -48,6 +49,9 @@ def note_replay(parallel: Parallel, *, is_last: bool) -> None:
             step.num_windows += 1
             step.num_updates += 1
             step.reducer.timeline.end_step()
+            step.reducer.transport.watch.forget_handled_failure()
+            if listeners:
+                reached(StepMoment.END, step.reducer.timeline.step - 1)
         else:
             step.has_forward = True
 
