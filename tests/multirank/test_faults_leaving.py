@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -253,9 +254,10 @@ def test_a_worker_of_a_data_loader_that_dies_is_an_error_of_its_rank(tmp_path: P
     launches = start_ranks(2, write_script(tmp_path / "train.py", LOADER))
     first, second = (launch.finish(200) for launch in launches)
     assert second.exit_code == 1, second
-    assert "DataLoader worker" in second.errors
+    # A loader sees it as a worker that was killed, or as a connection that broke.
+    (words,) = re.findall(r"(RuntimeError: DataLoader worker|ConnectionResetError: |EOFError)", second.errors)[-1:]
     assert "CAUGHT PeerFailed 1" in first.output, first
-    assert "DataLoader worker" in first.output
+    assert words in first.output
 
 
 # ---------------------------------------------------------------- a group that one rank destroys

@@ -42,6 +42,9 @@ SCRIPT = """
         time.sleep(15)  # the two namespaces see each other's processes: an end would be seen before the deadline
         os._exit(1)
     print("TRAINED", flush=True)
+    (folder / f"trained{rank}").touch()
+    while not all((folder / f"trained{r}").exists() for r in (0, 1)):
+        time.sleep(0.1)  # what this rank has sent is still on its way
     os._exit(0)
 """
 
@@ -96,12 +99,12 @@ def test_a_short_break_is_no_fault(two_hosts: tuple[Host, Host], tmp_path: Path)
 @pytest.mark.slow
 def test_a_slow_link_is_nobodys_fault(two_hosts: tuple[Host, Host], tmp_path: Path) -> None:
     """A step takes longer than any deadline for ranks, and all have arrived: they wait for bytes."""
-    limits = {"LOCKSTEP_HEARTBEAT_TIMEOUT": "4", "LOCKSTEP_LATE_TIMEOUT": "4"}
-    launches = start(two_hosts, tmp_path, width=640, **limits)
+    limits = {"LOCKSTEP_HEARTBEAT_TIMEOUT": "6", "LOCKSTEP_LATE_TIMEOUT": "6"}
+    launches = start(two_hosts, tmp_path, width=800, **limits)
     for host in two_hosts:
         words = ["tc", "-n", host.namespace, "qdisc", "add", "dev", host.interface, "root", "tbf"]
         try:
-            subprocess.run([*words, "rate", "2mbit", "burst", "16kb", "latency", "2s"], check=True, timeout=60)
+            subprocess.run([*words, "rate", "2mbit", "burst", "16kb", "latency", "100ms"], check=True, timeout=60)
         except (OSError, subprocess.CalledProcessError) as error:
             (tmp_path / "enough").touch()
             finish(launches)

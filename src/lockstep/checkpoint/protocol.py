@@ -44,6 +44,7 @@ from lockstep.errors import (
     LockstepError,
     PeerFailed,
     PeerLate,
+    StoreSilent,
     bullet_list,
     rank_table,
 )
@@ -158,8 +159,10 @@ class Save:
             verdict = json.loads(self._ranks.wait([key], "the verdict on a checkpoint", self._sign_of_life)[key])
         except (PeerLate, PeerFailed) as error:
             # Rank 0 may only stand still, and go on later: what was decided first holds for it too.
-            counts = isinstance(error, PeerLate) and self._decide(str(self._me)) == _COUNTS
-            path = None if place is None else self._find_on_disk(place, _STORE_LOST_SECONDS if counts else 0.0)
+            may_count = isinstance(error, StoreSilent)  # perhaps because rank 0 has ended well
+            if isinstance(error, PeerLate) and not may_count:
+                may_count = self._decide(str(self._me)) == _COUNTS
+            path = None if place is None else self._find_on_disk(place, _STORE_LOST_SECONDS if may_count else 0.0)
             if path is None:
                 zero = self._ranks.shown(0)
                 raise CheckpointFailed(f"It is not known whether the checkpoint counts. {error}", zero) from error
