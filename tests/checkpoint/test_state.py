@@ -200,6 +200,13 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path, break_it: Any, words: str
     assert [entry.name for entry in tmp_path.iterdir()] == []
 
 
+def test_objects_without_a_state_are_named(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"scheduler is a dict, which has no state_dict\(\)"):
+        save(tmp_path, nn.Linear(2, 2), step=0, scheduler={})
+    with pytest.raises(TypeError, match="model is a NoneType"):
+        save(tmp_path, None, step=0)  # type: ignore[arg-type]
+
+
 def test_nothing_is_unpickled() -> None:
     """Neither by us nor by torch for us; the door to DCP reads a pickle of known classes only."""
     source = Path(lockstep.checkpoint.__file__).parent

@@ -253,6 +253,20 @@ def save_own(folder: Path) -> Any:
     return {"mine": loaded.per_rank["mine"].item(), "list": list(loaded.per_rank["list"])}
 
 
+def load_from_a_file(path: Path) -> str:
+    model, _ = build()
+    return attempt(lockstep.checkpoint.load, path, model, missing_ok=True)
+
+
+def test_a_folder_that_cannot_be_read_is_told_on_all(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    first, *others = run_ranks(3, load_from_a_file, tmp_path / "file")
+    assert first.startswith("NotADirectoryError")
+    for told in others:
+        assert told.startswith("CheckpointFailed: No checkpoint could be looked for")
+        assert "rank 0 | NotADirectoryError" in told
+
+
 class Stubborn:
     """Refuses its state on rank 1."""
 

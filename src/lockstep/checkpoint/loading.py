@@ -117,6 +117,7 @@ def load(
 def _agree_on_place(path: Path, ranks: Ranks, tried: list[Path]) -> Path | None:
     """Let rank 0 choose, so that all ranks load the same."""
     key = f"place {ranks.next_number('place')}"
+    failure: Exception | None = None
     if ranks.rank == 0:
         try:
             chosen = _choose(path, tried)
@@ -125,12 +126,19 @@ def _agree_on_place(path: Path, ranks: Ranks, tried: list[Path]) -> Path | None:
             word = json.dumps(
                 {"error": str(damage), "file": str(damage.file), "offer": str(damage.last_complete or "")}
             )
+        except Exception as error:  # a folder that cannot be read
+            failure, word = error, json.dumps({"failure": f"{type(error).__name__}: {error}"})
         ranks.tell(key, word)
     what = f"rank {ranks.shown(0)} to choose a checkpoint to load"
     choice = json.loads(ranks.wait([key], what, lambda: None, lambda: [0])[key])
     ranks.gather("has read the place", "", names_absent=True)
     if ranks.rank == 0:
         ranks.forget([key])
+    if failure is not None:
+        raise failure
+    if "failure" in choice:
+        told = {ranks.shown(0): choice["failure"]}
+        raise CheckpointFailed(f"No checkpoint could be looked for:\n{rank_table(told)}", ranks.shown(0))
     if "error" in choice:
         raise CheckpointDamaged(
             choice["error"], Path(choice["file"]), Path(choice["offer"]) if choice["offer"] else None
