@@ -129,3 +129,23 @@ def test_other_data_is_refused() -> None:
             ResumableSampler(**options)
     with pytest.raises(ValueError, match="batch_size="):
         next(iter(ResumableSampler(4).batches([1, 2])))
+
+
+@pytest.mark.parametrize("leaves_out", [False, True])
+def test_an_epoch_that_is_over_is_not_an_empty_one(leaves_out: bool) -> None:
+    """Without set_epoch() a loop would go on for the rest of its epochs without a single batch."""
+    sampler = ResumableSampler(18)
+    loader = DataLoader(range(18), batch_size=4, sampler=sampler, drop_last=leaves_out)  # type: ignore[arg-type]
+    assert len(list(sampler.batches(loader))) == 5 - leaves_out
+    state = sampler.state_dict()
+    with pytest.raises(RuntimeError, match=r"Epoch 0 .* sampler\.set_epoch\(1\)"):
+        next(sampler.batches(loader))
+    resumed = ResumableSampler(18)
+    resumed.load_state_dict(state)
+    sampler.set_epoch(1)
+    assert len(list(sampler.batches(loader))) == 5 - leaves_out
+    # Saved at the end of an epoch: nothing is left of it, and the loop goes on with the next.
+    loader = DataLoader(range(18), batch_size=4, sampler=resumed, drop_last=leaves_out)  # type: ignore[arg-type]
+    assert list(resumed.batches(loader)) == []
+    resumed.set_epoch(1)
+    assert len(list(resumed.batches(loader))) == 5 - leaves_out

@@ -56,11 +56,12 @@ class ResumableSampler(Sampler[int]):
         self.position = 0  # samples of this epoch that all ranks together have seen
         self._num_drawn = 0
         self._is_counted = False
+        self._has_ended = False  # this epoch, in this process
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch; the one that is under way goes on where it is."""
         if epoch != self.epoch:
-            self.epoch, self.position, self._num_drawn = epoch, 0, 0
+            self.epoch, self.position, self._num_drawn, self._has_ended = epoch, 0, 0, False
 
     # ---------------------------------------------------------------- what is left of the epoch
 
@@ -88,14 +89,22 @@ class ResumableSampler(Sampler[int]):
         size = batch_size or getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
         if not isinstance(size, int):
             raise ValueError("the loader does not say how large its batches are; pass batch_size=")
+        if self._has_ended:
+            raise RuntimeError(
+                f"Epoch {self.epoch} has been handed out to its end. Begin the next one with "
+                f"sampler.set_epoch({self.epoch + 1}), on all ranks."
+            )
         end = self.position + len(self) * self.world
-        if self.position == end:
+        self._has_ended = self.position == end
+        if self._has_ended:
             return
         self._is_counted = True
         try:
             for batch in self._iterate(loader):
                 self.position = min(end, self.position + size * self.world)
+                self._has_ended = self.position == end
                 yield batch
+            self._has_ended = True  # also where the loader leaves out a last batch that is not full
         finally:
             self._is_counted, self._num_drawn = False, 0
 
@@ -134,4 +143,4 @@ class ResumableSampler(Sampler[int]):
         if differing:
             raise ValueError(f"This is not the data of the saved run: {'; '.join(differing)}.")
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
-        self._num_drawn = 0
+        self._num_drawn, self._has_ended = 0, False

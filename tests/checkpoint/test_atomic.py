@@ -21,8 +21,9 @@ import torch
 
 import lockstep
 from checkpoint.runs import Run, names_in
+from lockstep.checkpoint.disk import in_use
 from lockstep.checkpoint.moments import Moment
-from lockstep.errors import CheckpointFailed
+from lockstep.errors import CheckpointFailed, NoCheckpoint
 from lockstep.testing import inject
 
 OLD, FIRST, SECOND, THIRD = (f"step-{step:08d}" for step in (1, 2, 3, 4))
@@ -304,3 +305,36 @@ def test_keep(tmp_path: Path) -> None:
     for bad in ({"keep": 0}, {"on_error": "ignore"}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             run.save(tmp_path, **bad)
+
+
+def test_what_someone_reads_is_not_removed(tmp_path: Path) -> None:
+    run = Run()
+    run.save(tmp_path)
+    with in_use(tmp_path / "step-00000000"):
+        for _ in range(2):
+            run.train(1)
+            run.save(tmp_path, keep=1)
+        assert names_in(tmp_path) == {"step-00000000", "step-00000002", "latest"}
+    run.train(1)
+    run.save(tmp_path, keep=1)
+    assert names_in(tmp_path) == {"step-00000003", "latest"}
+
+
+def test_loading_while_another_job_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was chosen is gone before it is held: the one that came in its place is loaded."""
+    run, num_saves = Run(), []
+    run.save(tmp_path)
+
+    def save_first(directory: Path) -> contextlib.AbstractContextManager[None]:
+        if len(num_saves) < 2:
+            num_saves.append(directory)
+            run.train(1)
+            run.save(tmp_path, keep=1)
+        return in_use(directory)
+
+    monkeypatch.setattr("lockstep.checkpoint.loading.in_use", save_first)
+    other = Run(seed=3)
+    assert other.load(tmp_path).path.name == "step-00000002"
+    assert other.bits() == run.bits()
+    with pytest.raises(NoCheckpoint):
+        other.load(tmp_path / "step-00000001")

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from lockstep.agree import alive
 from lockstep.agree.board import Board
-from lockstep.checkpoint.protocol import Save
+from lockstep.checkpoint.protocol import Place, Save
 from lockstep.checkpoint.ranks import LocalStore, Ranks
 from lockstep.checkpoint.reading import Reader
 from lockstep.checkpoint.snapshot import Snapshot
@@ -97,6 +98,40 @@ def test_a_rank_that_has_ended_is_noticed_at_once(tmp_path: Path) -> None:
         ranks.wait(["word/1"], "a word", lambda: None)
     with pytest.raises(CheckpointFailed, match=r"Rank 1 .* has ended"):
         Save(tmp_path, snapshot(0), ranks, keep=None).run()
+
+
+def test_the_checkpoint_of_another_save_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    """Rank 0 is gone, and another job has saved the same step meanwhile."""
+    store = LocalStore()
+    together(*(Save(tmp_path, snapshot(rank), ranks_on(store, rank), keep=None).run for rank in range(2)))
+    assert (tmp_path / "step-00000001").exists()
+    save = Save(tmp_path, snapshot(1), ranks_on(LocalStore(), 1, patience=0.5), keep=None)
+    with pytest.raises(CheckpointFailed, match="It is not known whether the checkpoint counts"):
+        save._hear_verdict(Place("step-00000001", "0" * 16, 1))
+
+
+def test_a_rank_that_is_missed_is_the_one_that_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointFailed) as caught:
+        Save(tmp_path, snapshot(0), ranks_on(LocalStore(), 0, world=3, patience=0.5), keep=None).run()
+    assert caught.value.rank == 1
+
+
+def test_ranks_that_do_not_take_part_are_named_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_STALL_SECONDS", "0.5")
+    store = LocalStore()
+    first = Save(tmp_path, snapshot(0), ranks_on(store, 0), keep=None)
+    second = Save(tmp_path, snapshot(1), ranks_on(store, 1), keep=None)
+
+    def come_late() -> Path:
+        deadline = time.monotonic() + 15
+        while "Rank(s) [1] have not come to it" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return second.run()
+
+    assert together(first.run, come_late) == [tmp_path / "step-00000001"] * 2
+    assert "Rank 0 waits for all ranks to write their part" in caplog.text
 
 
 def test_work_that_goes_on_is_waited_for() -> None:

@@ -162,6 +162,18 @@ def test_what_does_not_fit_is_listed_and_nothing_is_changed(tmp_path: Path) -> N
     assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
 
 
+def test_an_optimizer_of_another_kind(tmp_path: Path) -> None:
+    """Its settings would take the place of this one's, which then has none of its own."""
+    model = nn.Linear(2, 3)
+    save(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), step=0).wait()
+    with pytest.raises(ValueError, match=r"group 0 was saved by an optimizer of another kind: it has momentum.*betas"):
+        load(tmp_path, model, torch.optim.AdamW(model.parameters()))
+    scheduled = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.CyclicLR(scheduled, 0.1, 0.2, cycle_momentum=False)
+    load(tmp_path, model, scheduled)
+    assert scheduled.param_groups[0]["momentum"] == 0.9
+
+
 def test_not_strict(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 3))
     save(tmp_path, model, step=0).wait()
@@ -186,6 +198,13 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path, break_it: Any, words: str
         run.save(tmp_path, asynchronous=True)
     lockstep.checkpoint.wait()
     assert [entry.name for entry in tmp_path.iterdir()] == []
+
+
+def test_objects_without_a_state_are_named(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"scheduler is a dict, which has no state_dict\(\)"):
+        save(tmp_path, nn.Linear(2, 2), step=0, scheduler={})
+    with pytest.raises(TypeError, match="model is a NoneType"):
+        save(tmp_path, None, step=0)  # type: ignore[arg-type]
 
 
 def test_nothing_is_unpickled() -> None:

@@ -135,6 +135,15 @@ def test_a_holder_that_is_killed_holds_nobody_up(hold: Hold, wait: Wait, how: st
 
 
 @pytest.mark.usefixtures("never")
+def test_a_holder_that_is_stopped_holds_nobody_up(hold: Hold, wait: Wait) -> None:
+    """Or the one that waits would come to no collective, where such a rank is noticed."""
+    holder = hold()
+    began = wait()
+    os.kill(holder.pid, signal.SIGSTOP)
+    assert began.wait(60)
+
+
+@pytest.mark.usefixtures("never")
 def test_a_failure_reaches_its_rank_and_lets_the_others_try(tmp_path: Path, hold: Hold, wait: Wait) -> None:
     holder = hold("fails")
     began = wait()

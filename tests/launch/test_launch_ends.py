@@ -174,6 +174,26 @@ def test_what_was_ignored_stays_ignored(tmp_path: Path) -> None:
     assert launch.finish().exit_code == 143
 
 
+def test_ctrl_c_while_the_launcher_starts(tmp_path: Path) -> None:
+    launch = train(tmp_path)
+    wait_until(lambda: "libtorch" in Path(f"/proc/{launch.process.pid}/maps").read_text(), launch)
+    launch.process.send_signal(signal.SIGINT)
+    done = launch.finish()
+    assert done.exit_code in (-signal.SIGINT, 130), done
+    assert "Traceback" not in done.errors
+    assert "Aborted" not in done.errors
+
+
+def test_a_job_goes_on_when_nobody_reads_what_the_launcher_says(tmp_path: Path) -> None:
+    script = write_script(tmp_path / "train.py", "import os, sys\nos.close(2)\nsys.exit(7)\n")
+    launch = Launch([*RUN, "--nproc", "2", "--max-restarts", "1", "--report-dir", tmp_path / "reports", script])
+    assert launch.process.stderr is not None
+    launch.process.stderr.close()
+    launch.process.stderr = None
+    assert launch.finish().exit_code == 7
+    assert len(report(tmp_path)["attempts"]) == 2
+
+
 def test_ranks_that_cannot_be_started_are_one_line(tmp_path: Path) -> None:
     script = write_script(tmp_path / "train.py", "print('never')\n")
     done = Launch([*RUN, script], env={"PYTHON_EXEC": "/no/such/python"}).finish()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
-from launch.jobs import RUN, report, train_script
-from launching import Finished, run_command, write_script
+from launch.jobs import RUN, report, summary, train_script, wait_until
+from launching import Finished, Launch, run_command, write_script
 
 pytestmark = pytest.mark.multirank
 
@@ -76,6 +77,45 @@ def test_the_same_step_is_not_tried_a_fourth_time(tmp_path: Path) -> None:
     assert all(
         attempt["rank"] == 1 and "Fault: injected at backward of step 4" in attempt["cause"] for attempt in attempts
     )
+
+
+def test_a_job_that_is_stopped_between_attempts_begins_no_other(tmp_path: Path) -> None:
+    """Rank 0 has failed, and rank 1 does not want to end, when the signal comes."""
+    script = write_script(
+        tmp_path / "train.py",
+        """
+        import os, signal, sys, time
+        folder, rank = sys.argv[1], os.environ["RANK"]
+        if rank == "1":
+            signal.signal(signal.SIGTERM, lambda *_: open(f"{folder}/told", "w").close())
+            open(f"{folder}/ready", "w").close()
+            while True:
+                time.sleep(0.1)
+        while not os.path.exists(f"{folder}/ready"):
+            time.sleep(0.05)
+        sys.exit(9)
+        """,
+    )
+    words = [
+        *RUN,
+        "--nproc",
+        "2",
+        "--stop-grace",
+        "100000",
+        "--max-restarts",
+        "3",
+        "--report-dir",
+        tmp_path / "reports",
+    ]
+    launch = Launch([*words, script, tmp_path])
+    wait_until((tmp_path / "told").exists, launch)
+    launch.process.send_signal(signal.SIGINT)
+    done = launch.finish()
+    assert done.exit_code == 130, done
+    assert "STOPPED: stopped by SIGINT, after an attempt that failed: rank 0 (pid" in summary(done)
+    assert "starting attempt" not in done.errors
+    (attempt,) = report(tmp_path)["attempts"]
+    assert (attempt["outcome"], attempt["rank"]) == ("stopped", 0)
 
 
 def test_a_program_without_steps_gets_all_its_restarts(tmp_path: Path) -> None:

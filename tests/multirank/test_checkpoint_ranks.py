@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from lockstep import torch_private
 from lockstep.checkpoint.moments import Moment
 from lockstep.testing import inject
 from multirank.harness import lockstep_only, run_outcomes, run_ranks
+from tests.multirank.test_faults_hangs import shared_pids
 
 pytestmark = lockstep_only
 GOOD, BAD = "step-00000001", "step-00000002"
@@ -198,6 +201,28 @@ def test_rank_zero_killed_at_every_moment(tmp_path: Path, number: int) -> None:
     killed_while_saving(tmp_path, 0, number)
 
 
+def save_while_one_is_stopped(folder: Path, who: int) -> str:
+    """A rank stands still before it has written its part; the others say so, and then let it go on."""
+    rank, pids = dist.get_rank(), shared_pids()
+    model, optimizer = build()
+    lockstep.checkpoint.save(folder, model, optimizer, step=1).wait()
+    with inject.fault(Moment.FILE_OPENED, inject.stop, rank=who):
+        told = attempt(lockstep.checkpoint.save(folder, model, optimizer, step=2).wait)
+    if rank == 2:
+        os.kill(pids[who], signal.SIGCONT)
+    return told
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_is_stopped_while_saving_is_an_error_at_the_deadline(tmp_path: Path, who: int) -> None:
+    told = run_ranks(3, save_while_one_is_stopped, tmp_path, who, env={"LOCKSTEP_HEARTBEAT_TIMEOUT": "4"})
+    assert all(text.startswith("CheckpointFailed: ") for text in told), told
+    assert f"Rank(s) [{who}] gave no sign of life for 4 s" in told[2]
+    assert f"Rank(s) [{who}] are stopped, by SIGSTOP" in told[2]
+    assert "had given up rank 0" in told[0] or who != 0
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", GOOD]
+
+
 def not_shared(folder: Path) -> str:
     model, optimizer = build()
     place = folder / ("here" if dist.get_rank() == 0 else "there")
@@ -226,6 +251,20 @@ def save_own(folder: Path) -> Any:
     assert loaded is not None
     assert json.loads((folder / "latest").read_text())["checkpoint"] == "step-00000000"
     return {"mine": loaded.per_rank["mine"].item(), "list": list(loaded.per_rank["list"])}
+
+
+def load_from_a_file(path: Path) -> str:
+    model, _ = build()
+    return attempt(lockstep.checkpoint.load, path, model, missing_ok=True)
+
+
+def test_a_folder_that_cannot_be_read_is_told_on_all(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    first, *others = run_ranks(3, load_from_a_file, tmp_path / "file")
+    assert first.startswith("NotADirectoryError")
+    for told in others:
+        assert told.startswith("CheckpointFailed: No checkpoint could be looked for")
+        assert "rank 0 | NotADirectoryError" in told
 
 
 class Stubborn:

@@ -53,8 +53,6 @@ def lose_rank_one(how: str) -> dict[str, Any]:
     model[0].weight.requires_grad_(True)
     if how == "wrapping":
         found = lost(lambda: lockstep.DDP(nn.Linear(2, 2)))
-    elif how == "checkpoint":
-        found = lost(lambda: lockstep.checkpoint.save(Path("/nowhere"), ddp))
     else:
         found = lost(lambda: step(ddp))
     return {**found, "expected pid": pids[1]}

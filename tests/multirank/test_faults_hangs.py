@@ -136,6 +136,29 @@ def test_a_host_of_the_store_that_comes_back_has_failed_too_and_all_go_on() -> N
         assert "store is silent" in found["text"]
 
 
+def go_on_without_the_store() -> dict[str, Any]:
+    import lockstep
+
+    ddp = lockstep.DDP(nn.Linear(4, 2))
+    warm_up(ddp)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.kill(os.getpgrp(), signal.SIGKILL)  # the process that hosts it
+    for _ in range(8):
+        step(ddp)
+        sleep(0.3)  # signs of life are due meanwhile
+    weight = next(ddp.parameters())
+    assert weight.grad is not None
+    return {"grad": weight.grad[0, 0].item(), **caught(lambda: lockstep.DDP(nn.Linear(4, 2)))}
+
+
+def test_training_goes_on_when_the_store_has_died_until_ranks_must_agree() -> None:
+    for found in run_ranks(3, go_on_without_the_store, env=SOON):
+        assert found["grad"] == 10.0  # of every step
+        assert "PeerLate" in found["bases"], found
+        assert "store" in found["text"]
+
+
 def interrupt_while_the_store_is_silent() -> bool:
     ddp, _, pids = train_and_stop_rank_zero(after_signs_of_life=False)
     pressed = []

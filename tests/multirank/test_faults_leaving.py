@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -222,6 +223,41 @@ def test_processes_of_multiprocessing_have_last_words_too(how: list[str], tmp_pa
     for line in lines:
         assert line.startswith("CAUGHT PeerFailed 1"), done
         assert "ValueError: my own words" in line
+
+
+# Rank 1 loses a worker of its data loader in the middle of an epoch.
+LOADER = """
+import os, signal, sys
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+import lockstep
+
+class Data(Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        if index == 8 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.ones(4)
+
+dist.init_process_group("gloo")
+ddp = lockstep.DDP(torch.nn.Linear(4, 2))
+try:
+    for batch in DataLoader(Data(), batch_size=2, num_workers=1):
+        ddp(batch).sum().backward()
+except lockstep.errors.LockstepError as error:
+    print("CAUGHT", type(error).__name__, error.rank, str(error).replace("\\n", " | "), flush=True)
+"""
+
+
+def test_a_worker_of_a_data_loader_that_dies_is_an_error_of_its_rank(tmp_path: Path) -> None:
+    launches = start_ranks(2, write_script(tmp_path / "train.py", LOADER))
+    first, second = (launch.finish(200) for launch in launches)
+    assert second.exit_code == 1, second
+    # A loader sees it as a worker that was killed, or as a connection that broke.
+    (words,) = re.findall(r"(RuntimeError: DataLoader worker|ConnectionResetError: |EOFError)", second.errors)[-1:]
+    assert "CAUGHT PeerFailed 1" in first.output, first
+    assert words in first.output
 
 
 # ---------------------------------------------------------------- a group that one rank destroys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from time import monotonic, sleep
@@ -20,16 +21,16 @@ SCRIPT = """
     import torch, torch.distributed as dist
     from lockstep import DDP
 
-    rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
+    rank, folder, width = int(os.environ["RANK"]), Path(sys.argv[1]), int(sys.argv[2])
     dist.init_process_group("gloo", timeout=timedelta(seconds=200))
-    ddp = DDP(torch.nn.Linear(64, 64))
+    ddp = DDP(torch.nn.Linear(width, width))
     steps = 0
     try:
         while True:
             # Whether it is enough travels in the gradients, so that the program waits for nothing of its own.
             ddp.zero_grad()
             is_enough = (folder / "enough").exists()
-            ddp(torch.full((1, 64), float(is_enough))).sum().backward()
+            ddp(torch.full((1, width), float(is_enough))).sum().backward()
             steps += 1
             if steps == 20:
                 (folder / f"ready{rank}").touch()
@@ -41,17 +42,21 @@ SCRIPT = """
         time.sleep(15)  # the two namespaces see each other's processes: an end would be seen before the deadline
         os._exit(1)
     print("TRAINED", flush=True)
+    (folder / f"trained{rank}").touch()
+    while not all((folder / f"trained{r}").exists() for r in (0, 1)):
+        time.sleep(0.1)  # what this rank has sent is still on its way
     os._exit(0)
 """
 
 
-def start(hosts: tuple[Host, Host], tmp_path: Path) -> list[Launch]:
+def start(hosts: tuple[Host, Host], tmp_path: Path, width: int = 64, **settings: str) -> list[Launch]:
     script = write_script(tmp_path / "train.py", SCRIPT)
     launches = []
     for rank, host in enumerate(hosts):
         env = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500", "WORLD_SIZE": "2", "RANK": str(rank)}
         env |= {"GLOO_SOCKET_IFNAME": host.interface, "LOCKSTEP_HEARTBEAT_TIMEOUT": "6", "LOCKSTEP_STALL_SECONDS": "2"}
-        launches.append(Launch(host.command(sys.executable, script, tmp_path), env=env))
+        command = host.command(sys.executable, script, tmp_path, str(width))
+        launches.append(Launch(command, env={**env, **settings}))
     deadline = monotonic() + 120
     while not all((tmp_path / f"ready{rank}").exists() for rank in (0, 1)) and monotonic() < deadline:
         sleep(0.1)
@@ -89,3 +94,24 @@ def test_a_short_break_is_no_fault(two_hosts: tuple[Host, Host], tmp_path: Path)
     for done in finish(launches):
         assert done.exit_code == 0, done
         assert "TRAINED" in done.output
+
+
+@pytest.mark.slow
+def test_a_slow_link_is_nobodys_fault(two_hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """A step takes longer than any deadline for ranks, and all have arrived: they wait for bytes."""
+    limits = {"LOCKSTEP_HEARTBEAT_TIMEOUT": "6", "LOCKSTEP_LATE_TIMEOUT": "6"}
+    launches = start(two_hosts, tmp_path, width=800, **limits)
+    for host in two_hosts:
+        words = ["tc", "-n", host.namespace, "qdisc", "add", "dev", host.interface, "root", "tbf"]
+        try:
+            subprocess.run([*words, "rate", "2mbit", "burst", "16kb", "latency", "100ms"], check=True, timeout=60)
+        except (OSError, subprocess.CalledProcessError) as error:
+            (tmp_path / "enough").touch()
+            finish(launches)
+            pytest.skip(f"a slow link needs `tc` with tbf: {error}")
+    (tmp_path / "enough").touch()
+    for done in finish(launches):
+        assert "TRAINED" in done.output, done
+        waits = [line for line in done.errors.splitlines() if "still waiting" in line]
+        assert waits, done
+        assert all("none is known to be late" in line for line in waits), waits

@@ -42,6 +42,17 @@ def differ(how: str, folder: str) -> dict[str, Any] | None:
     ddp(torch.ones(1, 4)).sum().backward()
     if how == "save":
         return caught(lambda: lockstep.checkpoint.save(folder, ddp, step=rank, process_group=group).wait())
+    if how == "save values":
+        with torch.no_grad():
+            model[1].bias[0] += rank
+        return caught(lambda: lockstep.checkpoint.save(folder, ddp, step=1, process_group=group).wait())
+    if how == "save nowhere":
+        return caught(lambda: lockstep.checkpoint.save("/proc/nowhere", ddp, step=1, process_group=group).wait())
+    if how in ("settings", "weights"):
+        torch.optim.SGD(ddp.parameters(), lr=0.1 * rank if how == "settings" else 0.1).step()
+        with torch.no_grad():
+            for parameter in ddp.parameters():
+                parameter.mul_(rank if how == "weights" else 1)
     if how == "unfreeze":
         (model[0].weight if is_other else model[0].bias).requires_grad_(True)
     if how == "freeze" and is_other:
@@ -50,7 +61,7 @@ def differ(how: str, folder: str) -> dict[str, Any] | None:
     return caught(lambda: ddp(torch.full((1, 4), factor)).sum().backward())
 
 
-@pytest.mark.parametrize("how", ["wrap", "freeze", "unfreeze"])
+@pytest.mark.parametrize("how", ["wrap", "freeze", "unfreeze", "settings", "weights"])
 def test_a_table_of_what_differs(how: str, tmp_path: Path) -> None:
     nobody, first, second = run_ranks(3, differ, how, str(tmp_path))
     assert nobody is None
@@ -67,6 +78,20 @@ def test_a_rank_with_nan(tmp_path: Path) -> None:
     for error in found:
         assert (error["type"], error["ranks"]) == ("NonFinite", (2,)), error
         assert "rank(s) [2]" in error["text"]
+
+
+def test_values_of_a_checkpoint(tmp_path: Path) -> None:
+    _, *found = run_ranks(3, differ, "save values", str(tmp_path))
+    for error in found:
+        assert (error["type"], error["rank"]) == ("CheckpointFailed", 2), error
+        assert "Rank 2 holds other values than rank 1 in" in error["text"]
+
+
+def test_a_folder_that_the_first_rank_cannot_make(tmp_path: Path) -> None:
+    _, *found = run_ranks(3, differ, "save nowhere", str(tmp_path))
+    for error in found:
+        assert (error["type"], error["rank"]) == ("CheckpointFailed", 1), error
+        assert "Rank 1: " in error["text"]
 
 
 def test_steps_of_a_checkpoint(tmp_path: Path) -> None:

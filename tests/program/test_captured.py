@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
+from lockstep.observe import moments
 from lockstep.program import captured as captured_file
 from lockstep.program.captured import WARMUP_CALLS
 from lockstep.program.options import Mode
@@ -74,6 +75,36 @@ def test_windows_and_updates_are_counted_as_by_the_loop() -> None:
     assert setup.model.step.num_updates == 20
     assert step._runner._num_counted == int(step._runner._counter)
     assert any(i.name == "replay" for record in setup.model.timeline.steps for i in record.intervals)
+
+
+def test_whoever_listens_hears_of_each_replay() -> None:
+    """The launcher knows by it how far a rank is, and faults on purpose have a moment to come at."""
+    case = CASES["accumulate"]
+    setup = set_up(case, lockstep.DDP, "fused")
+    step, machine = captured(case, setup)
+    heard: list[tuple[str, int]] = []
+    replay, is_inside = machine.around_replay, []
+
+    def silently(run: Callable[[], Any]) -> Any:
+        is_inside.append(True)  # a replay on a GPU runs no Python
+        try:
+            return replay(run)
+        finally:
+            is_inside.pop()
+
+    machine.around_replay = silently
+    moments.listeners.append(lambda r: None if is_inside else heard.append((r.moment.value, r.step)))
+    try:
+        by_step(case, setup, step)
+        before, num_replays = len(heard), machine.num_replays
+        for index in range(2 * case.accumulate):
+            step(batch_of(index))
+    finally:
+        moments.listeners.pop()
+    assert machine.num_replays == num_replays + 2 * case.accumulate
+    told = heard[before:]
+    assert [moment for moment, _ in told] == ([*["forward"] * case.accumulate, "end"]) * 2
+    assert told == sorted(told, key=lambda one: one[1])
 
 
 def test_results_of_earlier_replays_stay_what_they_were() -> None:

@@ -111,6 +111,11 @@ def test_a_fault_comes_once_or_for_some_steps(world_of_one: None) -> None:
     assert count == [first + 4, first + 5]
     train(1, ddp)
     assert len(count) == 2  # a fault ends with its context
+    count.clear()
+    first = _own_step(ddp)
+    with inject.fault(StepMoment.FORWARD, lambda reached: count.append(reached.step), num_steps=2):
+        train(4, ddp)
+    assert count == [first, first + 1]
 
 
 def test_only_the_rank_that_is_meant_is_hit(world_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +178,8 @@ def test_text_is_read_with_its_defaults() -> None:
     assert (slow.rank, slow.step, slow.moment, slow.seconds) == (None, 0, StepMoment.LAUNCH, 0.1)
     assert slow.num_steps > 1 << 30
     assert (late.moment, late.attempt) == (StepMoment.JOINING, None)
+    (leave,) = read_faults("exit:status=0")
+    assert leave.status == 0
     assert read_faults("") == []
 
 
@@ -190,6 +197,11 @@ def test_text_is_read_with_its_defaults() -> None:
         ("sleep:seconds=-1", "seconds is '-1'"),
         ("sleep:seconds=inf", "seconds is 'inf'"),
         ("freeze", "freeze needs seconds"),
+        ("kill:seconds=3", "kill has no seconds; sleep and freeze and slow have"),
+        ("raise:status=3", "raise has no status; exit has"),
+        ("kill:steps=3", "kill has no steps"),
+        ("sleep:seconds=1,steps=0", "steps is '0'"),
+        ("kill:bucket=1", "there is no bucket at the moment 'backward'; there is one at launch, packed, collect"),
     ],
 )
 def test_bad_text_is_refused_with_a_reason(text: str, message: str) -> None:

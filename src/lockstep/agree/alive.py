@@ -74,6 +74,11 @@ def is_dead(text: str | None) -> bool:
     return process is not None and process.is_dead
 
 
+def is_standing_still(pid: int) -> bool:
+    """Tell whether a process of this host is known to stand still (SIGSTOP, a debugger)."""
+    return _state_of(pid) in ("T", "t")
+
+
 def _namespace() -> str:
     """Name the set of processes that this one can see; empty where there is no such thing."""
     try:

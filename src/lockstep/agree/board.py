@@ -203,6 +203,8 @@ class Board:
         try:
             return self._do(look, max(0.01, min(_SLICE_SECONDS, deadline - monotonic())))
         except StoreSilent:
+            if line is not None and line.is_broken:
+                raise  # it does not come back
             return keys
 
     def _full(self, key: str) -> str:

@@ -13,7 +13,7 @@ from lockstep.agree.board import Board
 from lockstep.errors import Disagreement, rank_table
 
 # Settings of optimizers that decide by how much a weight changes. Others may be a rank's own matter (foreach, fused).
-_SETTINGS = (
+SETTINGS = (
     "lr",
     "betas",
     "momentum",
@@ -45,10 +45,7 @@ def _going_on(how: str) -> str:
 def settings_of(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     """The settings by which an optimizer updates, of each of its groups."""
     return tuple(
-        [
-            tuple([(name, _plain(group[name])) for name in _SETTINGS if name in group])
-            for group in optimizer.param_groups
-        ]
+        [tuple([(name, _plain(group[name])) for name in SETTINGS if name in group]) for group in optimizer.param_groups]
     )
 
 

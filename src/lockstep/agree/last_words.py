@@ -20,13 +20,14 @@ import multiprocessing.util
 import os
 import sys
 import threading
+from collections.abc import Callable
 from time import monotonic, sleep
 from types import TracebackType
 from typing import Any, NoReturn
 
 from lockstep.agree import pulse as pulses
 from lockstep.agree.beat import Words, words_of
-from lockstep.agree.leaving import abandon_groups
+from lockstep.agree.leaving import abandon_groups, has_abandoned
 
 logger = logging.getLogger("lockstep")
 
@@ -45,12 +46,22 @@ class _State:
     leaving = ""  # how sys.exit was called, for a status that is not 0
 
 
+_unfinished: list[Callable[[], None]] = []
+
+
 def prepare() -> None:
     """See to the end of the process, and to exceptions once it has peers; changes nothing until then."""
     if not _State.is_prepared:
         _State.is_prepared = True
         atexit.register(_end)
         pulses.on_new_pulse = _install
+
+
+def finish_before_end(function: Callable[[], None]) -> None:
+    """Call this at the end of the process, while ranks can still tell each other something; perhaps more than once."""
+    prepare()
+    _unfinished.append(function)
+    atexit.register(function)
 
 
 def _install() -> None:
@@ -159,12 +170,15 @@ def _end() -> None:
     error = _error_at_the_end()
     if error is not None:
         _tell(error)
+    for finish in _unfinished:
+        with contextlib.suppress(Exception):
+            finish()
     for pulse in pulses.living_pulses():
         _State.has_ended = True
         with contextlib.suppress(Exception):
             is_amid = pulse.is_amid_a_window()
-            if error is not None or is_amid or _State.noticed is not None or _State.leaving:
-                abandon_groups()
+            if error is not None or is_amid or _State.noticed is not None or _State.leaving or has_abandoned():
+                abandon_groups(at_the_end=True)
             pulse.end_with(_words_at_the_end(pulse, is_amid), _TELLING_SECONDS)
             deadline = monotonic() + _STAY_SECONDS
             while pulse.hosts_store and monotonic() < deadline and not pulse.has_been_heard():

@@ -28,22 +28,29 @@ class _Exit:
     is_arranged = False
 
 
-def abandon_groups() -> None:
-    """Wait for nothing of the groups that there are now, neither when they are destroyed nor at the end."""
+def has_abandoned() -> bool:
+    """Whether a wait has failed in this process, whatever came of it: something may be under way for ever."""
+    return bool(_kept)
+
+
+def abandon_groups(*, at_the_end: bool = False) -> None:
+    """Wait for nothing of the groups that there are now, neither when they are destroyed nor at the end.
+
+    ``at_the_end`` of the process it is arranged once more: what torch registered since would come first, and wait.
+    """
     with _lock:
         for group in torch_private.living_groups():
             if not any(group is kept for kept in _kept):
                 _kept.append(group)
                 # At the end Python empties this list too, and would destroy the group.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-        _arrange_exit()
+        if at_the_end or not _Exit.is_arranged:
+            _Exit.is_arranged = True
+            _arrange_exit()
 
 
 def _arrange_exit() -> None:
     """Let ``exit(status)`` flush the streams of C and go; where C has no such function, torch ends as it does."""
-    if _Exit.is_arranged:
-        return
-    _Exit.is_arranged = True
     try:
         libc = ctypes.CDLL(None)
         on_exit, at_exit = libc.on_exit, libc.__cxa_atexit

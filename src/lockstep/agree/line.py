@@ -78,9 +78,14 @@ class Line:
         return os.getpid() == self._pid
 
     @property
+    def is_broken(self) -> bool:
+        """Whether the store is gone."""
+        return self._shared.broken is not None
+
+    @property
     def silence(self) -> float:
         """For how many seconds the store has not answered; infinite where it is gone."""
-        if self._shared.broken is not None:
+        if self.is_broken:
             return float("inf")
         since = self._shared.busy_since
         return 0.0 if since is None else monotonic() - since
@@ -100,6 +105,11 @@ class Line:
             if monotonic() >= deadline or not self._thread.is_alive():
                 job.is_dropped = True
                 raise StoreSilent(f"The store has not answered for {max(seconds, self.silence):.0f} s.")
+        if isinstance(job.error, dist.DistNetworkError):
+            raise StoreSilent(
+                f"The store through which ranks find each other is gone: {job.error}. Its process has ended, or this "
+                "rank is cut off from it."
+            ) from job.error
         if job.error is not None:
             raise job.error
         result: T = job.result

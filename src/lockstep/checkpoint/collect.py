@@ -96,6 +96,11 @@ def collect(
     per_rank: Mapping[str, Any] | None,
 ) -> Collected:
     """Collect the state of this rank; nothing is copied yet."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; give the module, wrapped or not")
+    for name, part in (("scheduler", scheduler), ("scaler", scaler), ("data", data)):
+        if part is not None and not callable(getattr(part, "state_dict", None)):
+            raise TypeError(f"{name} is a {type(part).__name__}, which has no state_dict(); plain values go to extra=")
     _require_whole_step(model)
     result = Collected(copy=_copy_of(model))
 

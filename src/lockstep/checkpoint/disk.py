@@ -157,6 +157,36 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def in_use(directory: Path) -> Iterator[None]:
+    """Hold a checkpoint while it is read, so that no save removes it; where it cannot be held it is only read."""
+    descriptor = None
+    with contextlib.suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def is_in_use(directory: Path) -> bool:
+    """Tell whether someone reads a checkpoint just now."""
+    descriptor = None
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False  # a file system without locks
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+    return False
+
+
+@contextlib.contextmanager
 def _names(path: Path) -> Iterator[None]:
     """Put the path into an error of the operating system that has none."""
     try:

@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.checkpoint.disk import read_small, remove_tree, replace_file, sync_directory
+from lockstep.checkpoint.disk import is_in_use, read_small, remove_tree, replace_file, sync_directory
 from lockstep.checkpoint.manifest import MANIFEST, Manifest
 from lockstep.checkpoint.moments import Moment, reached
 from lockstep.errors import CheckpointDamaged
@@ -124,14 +124,14 @@ def remove_litter(folder: Path) -> None:
 
 
 def remove_old(folder: Path, keep: int, newest: str) -> None:
-    """Keep the newest ``keep`` checkpoints.
+    """Keep the newest ``keep`` checkpoints, and for now those that someone reads.
 
     Each is renamed before it is taken apart, so that half of one never has the name of a checkpoint.
     """
     whole = [c for c in candidates(folder) if c.manifest is not None]
     for candidate in whole[keep:]:
         assert candidate.manifest is not None
-        if candidate.path.name == newest:
+        if candidate.path.name == newest or is_in_use(candidate.path):
             continue
         aside = folder / f".{candidate.path.name}.{candidate.manifest.save_id}.removed"
         os.rename(candidate.path, aside)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ from torch import nn
 
 from lockstep.checkpoint import folder as folders
 from lockstep.checkpoint.collect import require_mapping
+from lockstep.checkpoint.disk import in_use
 from lockstep.checkpoint.hook_state import wrapper_of
 from lockstep.checkpoint.manifest import MANIFEST
 from lockstep.checkpoint.ranks import Ranks, ranks_of
@@ -26,6 +28,8 @@ from lockstep.observe.moments import StepMoment, listeners, reached
 from lockstep.plan import Plan
 
 logger = logging.getLogger("lockstep")
+
+_MOST_GONE = 5
 
 
 @dataclass(frozen=True)
@@ -78,23 +82,30 @@ def load(
     ranks = ranks_of(process_group)
     targets = Targets(model, optimizer, scheduler, scaler, data, extra or {}, per_rank or {}, strict)
     tried: list[Path] = []
+    num_gone = 0
     directory = None
-    while True:
-        try:
-            directory = _agree_on_place(Path(path).absolute(), ranks, tried)
-            if directory is None:
-                if missing_ok:
-                    return None
-                raise NoCheckpoint(f"There is no checkpoint in {path}.")
-            restoration = _prepare(directory, targets, ranks)
-            break
-        except CheckpointDamaged as damage:
-            if not fallback or damage.last_complete is None:
-                raise
-            tried.append(directory or damage.last_complete.with_name(folders.LATEST))
-            logger.warning("%s\nGoing on with %s.", damage, damage.last_complete)
-    manifest = restoration.reader.manifest
-    restored = _apply(restoration, ranks)
+    with contextlib.ExitStack() as held:
+        while True:
+            held.close()
+            try:
+                directory = _agree_on_place(Path(path).absolute(), ranks, tried)
+                if directory is None:
+                    if missing_ok:
+                        return None
+                    raise NoCheckpoint(f"There is no checkpoint in {path}.")
+                held.enter_context(in_use(directory))
+                is_chosen_here = directory != Path(path).absolute() and num_gone < _MOST_GONE
+                restoration = _prepare(directory, targets, ranks, may_be_gone=is_chosen_here)
+                break
+            except _Gone:
+                num_gone += 1
+            except CheckpointDamaged as damage:
+                if not fallback or damage.last_complete is None:
+                    raise
+                tried.append(directory or damage.last_complete.with_name(folders.LATEST))
+                logger.warning("%s\nGoing on with %s.", damage, damage.last_complete)
+        manifest = restoration.reader.manifest
+        restored = _apply(restoration, ranks)
     if listeners:
         reached(StepMoment.LOADED, manifest.step)
     notes = [*_notes(restoration, model, ranks.world), *restored.notes]
@@ -106,6 +117,7 @@ def load(
 def _agree_on_place(path: Path, ranks: Ranks, tried: list[Path]) -> Path | None:
     """Let rank 0 choose, so that all ranks load the same."""
     key = f"place {ranks.next_number('place')}"
+    failure: Exception | None = None
     if ranks.rank == 0:
         try:
             chosen = _choose(path, tried)
@@ -114,11 +126,19 @@ def _agree_on_place(path: Path, ranks: Ranks, tried: list[Path]) -> Path | None:
             word = json.dumps(
                 {"error": str(damage), "file": str(damage.file), "offer": str(damage.last_complete or "")}
             )
+        except Exception as error:  # a folder that cannot be read
+            failure, word = error, json.dumps({"failure": f"{type(error).__name__}: {error}"})
         ranks.tell(key, word)
-    choice = json.loads(ranks.wait([key], "rank 0 to choose a checkpoint", lambda: None)[key])
-    ranks.gather("has read the place", "")
+    what = f"rank {ranks.shown(0)} to choose a checkpoint to load"
+    choice = json.loads(ranks.wait([key], what, lambda: None, lambda: [0])[key])
+    ranks.gather("has read the place", "", names_absent=True)
     if ranks.rank == 0:
         ranks.forget([key])
+    if failure is not None:
+        raise failure
+    if "failure" in choice:
+        told = {ranks.shown(0): choice["failure"]}
+        raise CheckpointFailed(f"No checkpoint could be looked for:\n{rank_table(told)}", ranks.shown(0))
     if "error" in choice:
         raise CheckpointDamaged(
             choice["error"], Path(choice["file"]), Path(choice["offer"]) if choice["offer"] else None
@@ -137,11 +157,12 @@ def _choose(path: Path, tried: list[Path]) -> Path | None:
     if tried:
         return last_complete(path, tried)
     try:
-        latest = folders.read_latest(path)
-        there = folders.candidates(path)
-        if latest is not None and latest.name not in [c.path.name for c in there]:
-            file = path / folders.LATEST
-            raise CheckpointDamaged(f"{file} names {latest.name}, which is missing.", file=file)
+        latest, there = folders.read_latest(path), folders.candidates(path)
+        while latest is not None and latest.name not in [c.path.name for c in there]:
+            before, latest, there = latest, folders.read_latest(path), folders.candidates(path)
+            if latest == before:  # otherwise a save of another job came in between
+                file = path / folders.LATEST
+                raise CheckpointDamaged(f"{file} names {before.name}, which is missing.", file=file)
     except CheckpointDamaged as damage:
         raise _with_offer(damage, path, tried) from None
     newest = next((c for c in there if c.manifest is not None), None)
@@ -173,7 +194,11 @@ def _with_offer(damage: CheckpointDamaged, folder: Path, but: list[Path]) -> Che
     return CheckpointDamaged(f"{damage}\nNothing of it was used. {text}", damage.file, offer)
 
 
-def _prepare(directory: Path, targets: Targets, ranks: Ranks) -> Restoration:
+class _Gone(Exception):
+    """The checkpoint was removed after it was chosen, by a save of another job that keeps only newer ones."""
+
+
+def _prepare(directory: Path, targets: Targets, ranks: Ranks, *, may_be_gone: bool) -> Restoration:
     """Verify and compare on every rank, and go on only if it is well on all of them."""
     restoration, failure = None, None
     try:
@@ -187,12 +212,15 @@ def _prepare(directory: Path, targets: Targets, ranks: Ranks) -> Restoration:
         failure = error
     word = "" if failure is None else f"{type(failure).__name__}: {failure}"
     file = str(getattr(failure, "file", "") or "")
-    words = {r: json.loads(w) for r, w in ranks.gather("verified", json.dumps([word, file])).items()}
+    is_gone = failure is not None and not directory.exists()
+    words = {r: json.loads(w) for r, w in ranks.gather("verified", json.dumps([word, file, is_gone])).items()}
     words = {ranks.shown(rank): word for rank, word in words.items()}
-    told = {rank: text for rank, (text, _) in words.items() if text}
+    told = {rank: text for rank, (text, _, _) in words.items() if text}
     if not told:
         assert restoration is not None
         return restoration
+    if may_be_gone and any(is_gone for _, _, is_gone in words.values()):
+        raise _Gone
     damaged = [rank for rank, text in told.items() if text.startswith(CheckpointDamaged.__name__)]
     if not damaged:
         if failure is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -83,7 +83,7 @@ class TensorEntry:
         entry.check_covered()
         return entry
 
-    def check_covered(self) -> None:
+    def check_covered(self, shown: Callable[[int], int] = lambda rank: rank) -> None:
         """Raise ValueError unless the pieces cover the tensor, without gap or overlap."""
         num_elements = 0
         for piece in self.pieces:
@@ -91,10 +91,11 @@ class TensorEntry:
                 offset + size > whole
                 for offset, size, whole in zip(piece.offsets, piece.sizes, self.shape, strict=True)
             ):
-                raise ValueError(f"has a piece of rank {piece.rank} that lies outside its shape {list(self.shape)}")
+                rank = shown(piece.rank)
+                raise ValueError(f"has a piece of rank {rank} that lies outside its shape {list(self.shape)}")
             num_elements += prod(piece.sizes)
         if num_elements != prod(self.shape) or not self.pieces:
-            ranks = sorted({piece.rank for piece in self.pieces})
+            ranks = sorted({shown(piece.rank) for piece in self.pieces})
             raise ValueError(
                 f"has {prod(self.shape):,} elements, and the pieces of rank(s) {ranks} have {num_elements:,}"
             )
@@ -209,22 +210,27 @@ def _canonical(body: Mapping[str, Any]) -> bytes:
     return json.dumps(body, sort_keys=True, separators=(",", ":")).encode() + b"\n"
 
 
-def unite(indexes: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[str, TensorEntry]:
-    """Make whole tensors of what each rank says it wrote (name -> dtype, shape, offsets, sizes)."""
+def unite(
+    indexes: Iterable[tuple[int, Mapping[str, Any]]], shown: Callable[[int], int] = lambda rank: rank
+) -> dict[str, TensorEntry]:
+    """Make whole tensors of what each rank says it wrote (name -> dtype, shape, offsets, sizes).
+
+    ``shown`` gives the numbers by which errors name ranks.
+    """
     found: dict[str, tuple[str, tuple[int, ...], list[Piece]]] = {}
     for rank, index in indexes:
         for name, (dtype, shape, offsets, sizes) in index.items():
             entry = found.setdefault(name, (dtype, tuple(shape), []))
             if entry[:2] != (dtype, tuple(shape)):
                 raise ValueError(
-                    f"the tensor {name!r} is {dtype} {list(shape)} on rank {rank}, and {entry[0]} {list(entry[1])} on "
-                    f"rank {entry[2][0].rank}"
+                    f"the tensor {name!r} is {dtype} {list(shape)} on rank {shown(rank)}, and {entry[0]} "
+                    f"{list(entry[1])} on rank {shown(entry[2][0].rank)}"
                 )
             entry[2].append(Piece(rank, tuple(offsets), tuple(sizes)))
     united = {name: TensorEntry(dtype, shape, tuple(pieces)) for name, (dtype, shape, pieces) in found.items()}
     for name, tensor in united.items():
         try:
-            tensor.check_covered()
+            tensor.check_covered(shown)
         except ValueError as error:
             raise ValueError(f"the tensor {name!r} {error}") from None
     return united

@@ -44,6 +44,7 @@ from lockstep.errors import (
     LockstepError,
     PeerFailed,
     PeerLate,
+    StoreSilent,
     bullet_list,
     rank_table,
 )
@@ -53,6 +54,7 @@ logger = logging.getLogger("lockstep")
 
 _STORE_LOST_SECONDS = 10.0
 _BEAT_SECONDS = 2.0
+_COUNTS = "counts"
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ class Save:
     def run(self) -> Path:
         """Do this rank's part and return the checkpoint once it counts on all ranks, or raise why it does not."""
         try:
+            if self._ranks.world > 1:
+                self._ranks.tell(self._key(f"beat/{self._ranks.rank}"), "0")
             if self._ranks.rank != 0:
                 return self._hear_verdict(self._write_and_report(None))
             make_directory(self._folder)
@@ -99,11 +103,11 @@ class Save:
                 return self._lead()
         except OSError as error:  # the folder cannot be made or locked
             self._ranks.tell(self._key("begin"), "{}")
-            raise self._failed(_words(0, self._ranks.shown(0), error), 0) from error
+            raise self._failed(self._words(error), self._me) from error
         except LockstepError:
             raise
         except RuntimeError as error:
-            raise CheckpointFailed(f"The ranks' store was lost while a checkpoint was saved: {error}", 0) from error
+            raise CheckpointFailed(f"The ranks' store was lost while a checkpoint was saved: {error}") from error
         finally:
             self._snapshot = None  # a copy of the whole share, which nobody needs any more
 
@@ -120,7 +124,7 @@ class Save:
                 return None
             report = {"files": self._write_files(place)}
         except Exception as error:
-            report = {"error": [_words(rank, self._ranks.shown(rank), error)]}
+            report = {"error": [self._words(error)]}
         assert self._snapshot is not None or "error" in report
         report["step"] = [] if self._snapshot is None else [self._snapshot.step]
         self._ranks.tell(self._key(f"report/{rank}"), json.dumps(report))
@@ -145,7 +149,8 @@ class Save:
     def _hear_begin(self) -> Place | None:
         """Return the place that rank 0 chose; None if it gave up, which is in the verdict."""
         key = self._key("begin")
-        words = self._ranks.wait([key], "rank 0 to begin a checkpoint", lambda: None)[key]
+        what = f"rank {self._ranks.shown(0)} to begin a checkpoint"
+        words = self._ranks.wait([key], what, lambda: None, self._absent)[key]
         return Place(**json.loads(words)) if words != "{}" else None
 
     def _hear_verdict(self, place: Place | None) -> Path:
@@ -153,9 +158,14 @@ class Save:
         try:
             verdict = json.loads(self._ranks.wait([key], "the verdict on a checkpoint", self._sign_of_life)[key])
         except (PeerLate, PeerFailed) as error:
-            path = None if place is None else self._find_on_disk(place, 0.0)
+            # Rank 0 may only stand still, and go on later: what was decided first holds for it too.
+            may_count = isinstance(error, StoreSilent)  # perhaps because rank 0 has ended well
+            if isinstance(error, PeerLate) and not may_count:
+                may_count = self._decide(str(self._me)) == _COUNTS
+            path = None if place is None else self._find_on_disk(place, _STORE_LOST_SECONDS if may_count else 0.0)
             if path is None:
-                raise CheckpointFailed(f"It is not known whether the checkpoint counts. {error}", 0) from error
+                zero = self._ranks.shown(0)
+                raise CheckpointFailed(f"It is not known whether the checkpoint counts. {error}", zero) from error
             return path
         except RuntimeError:  # the store is gone, perhaps because rank 0 has ended well
             path = None if place is None else self._find_on_disk(place, _STORE_LOST_SECONDS)
@@ -166,6 +176,12 @@ class Save:
             raise CheckpointFailed(verdict["error"], verdict.get("rank"))
         return Path(verdict["path"])
 
+    def _decide(self, word: str) -> str:
+        """Say that it counts, or give it up; returns what was said first."""
+        with contextlib.suppress(RuntimeError):  # the store is silent: nobody hears anything
+            return self._ranks.decide(self._key("decision"), word) if self._ranks.world > 1 else word
+        return word
+
     def _find_on_disk(self, place: Place, patience: float) -> Path | None:
         """Look whether the checkpoint is there, which counts even if rank 0 can no longer say so."""
         deadline = time.monotonic() + patience
@@ -174,8 +190,9 @@ class Save:
                 if Manifest.read(self._folder / place.name).save_id == place.save_id:
                     return self._folder / place.name
             except CheckpointDamaged:
-                if time.monotonic() > deadline:
-                    return None
+                pass  # not there yet, or never
+            if time.monotonic() > deadline:
+                return None
             time.sleep(0.2)
 
     # ---------------------------------------------------------------- rank 0
@@ -187,12 +204,12 @@ class Save:
             self._write_and_report(place)
             if place is None:
                 assert self._failure is not None
-                raise _Refused(_words(0, self._ranks.shown(0), self._failure), 0)
+                raise _Refused(self._words(self._failure), self._me)
             path = self._commit(place, self._reports())
         except Exception as error:
             if place is None or not self._counts(place):
                 self._clear(place)
-                refused = error if isinstance(error, _Refused) else _Refused(_words(0, self._ranks.shown(0), error), 0)
+                refused = error if isinstance(error, _Refused) else _Refused(self._words(error), self._origin(error))
                 raise self._failed(str(refused), refused.rank) from self._failure or error
             path = self._folder / place.name
             logger.warning("The checkpoint %s counts, but after it was complete: %s", path, error)
@@ -247,7 +264,8 @@ class Save:
     def _reports(self) -> dict[int, dict[str, Any]]:
         world = self._ranks.world
         keys = [self._key(f"report/{rank}") for rank in range(world)]
-        words = self._ranks.wait(keys, "all ranks to write their part of a checkpoint", self._sign_of_life)
+        what = "all ranks to write their part of a checkpoint"
+        words = self._ranks.wait(keys, what, self._sign_of_life, self._absent)
         reports = {rank: json.loads(words[key]) for rank, key in enumerate(keys)}
         # All ranks are at this save, so nobody reads the words of the one before it any more.
         self._ranks.forget([self._key(word, self._number - 1) for word in self._all_keys()])
@@ -267,7 +285,7 @@ class Save:
             name: (size, digest) for report in reports.values() for name, (size, digest) in report["files"].items()
         }
         indexes, checks = self._read_back(partial, files)
-        _compare(checks)
+        _compare({self._ranks.shown(rank): told for rank, told in checks.items()})
         manifest = Manifest(
             place.name,
             place.save_id,
@@ -276,11 +294,14 @@ class Save:
             self._ranks.world,
             {"lockstep": __version__, "torch": torch.__version__},
             files,
-            unite(indexes.items()),
+            unite(indexes.items(), self._ranks.shown),
         )
         write_file(partial / MANIFEST, manifest.to_bytes())
         sync_directory(partial)
         reached(Moment.PARTIAL_SYNCED, partial)
+        decided = self._decide(_COUNTS)
+        if decided != _COUNTS:
+            raise _Refused(f"Rank {decided} had given up rank {self._me}, which stood still.", self._me)
         final = self._folder / place.name
         os.rename(partial, final)
         reached(Moment.RENAMED, final)
@@ -300,12 +321,13 @@ class Save:
                 data = read_small(path, MAX_BYTES, files[state_of(rank)][0])
             except CheckpointDamaged as damage:
                 raise _Refused(
-                    f"Rank 0 does not see what rank {rank} wrote ({damage}): the folder must be on a file system that "
-                    "all ranks share.",
-                    rank,
+                    f"Rank {self._me} does not see what rank {self._ranks.shown(rank)} wrote ({damage}): the folder "
+                    "must be on a file system that all ranks share.",
+                    self._ranks.shown(rank),
                 ) from None
             if digest_of(data) != files[state_of(rank)][1]:
-                raise _Refused(f"{path} of rank {rank} reads back differently from what was written.", rank)
+                shown = self._ranks.shown(rank)
+                raise _Refused(f"{path} of rank {shown} reads back differently from what was written.", shown)
             content = json.loads(data)
             indexes[rank], checks[rank] = content["index"], content["checks"]
         return indexes, checks
@@ -318,12 +340,30 @@ class Save:
 
     # ---------------------------------------------------------------- words
 
+    @property
+    def _me(self) -> int:
+        """This rank as messages and errors name it."""
+        return self._ranks.shown(self._ranks.rank)
+
+    def _origin(self, error: BaseException) -> int:
+        """The rank at which it went wrong: one that is gone or late, else this one."""
+        if isinstance(error, PeerFailed) and error.rank is not None:
+            return error.rank
+        return error.ranks[0] if isinstance(error, PeerLate) and error.ranks else self._me
+
+    def _words(self, error: BaseException) -> str:
+        text = f"Rank {self._me}: {type(error).__name__}: {error}"
+        if self._ranks.rank and isinstance(error, FileNotFoundError):
+            zero = self._ranks.shown(0)
+            text += f" (rank {zero} made this directory; the folder must be on a file system that all ranks share)"
+        return text
+
     def _key(self, word: str, number: int | None = None) -> str:
         return f"save {self._number if number is None else number}/{word}"
 
     def _all_keys(self) -> list[str]:
         ranks = range(self._ranks.world)
-        return ["begin", "verdict", *(f"{word}/{rank}" for word in ("report", "beat") for rank in ranks)]
+        return ["begin", "decision", "verdict", *(f"{word}/{rank}" for word in ("report", "beat") for rank in ranks)]
 
     def _note_bytes(self, num_bytes: int) -> None:
         """Show others that this rank is at work."""
@@ -335,8 +375,12 @@ class Save:
                 self._ranks.tell(self._key(f"beat/{self._ranks.rank}"), str(self._num_bytes))
             self._next_beat = now + _BEAT_SECONDS
 
-    def _sign_of_life(self) -> object:
+    def _sign_of_life(self) -> list[str | None]:
         return [self._ranks.hear(self._key(f"beat/{rank}")) for rank in range(self._ranks.world)]
+
+    def _absent(self) -> list[int]:
+        """The ranks that have not begun this save."""
+        return [rank for rank, beat in enumerate(self._sign_of_life()) if beat is None]
 
 
 class _Refused(Exception):
@@ -347,22 +391,15 @@ class _Refused(Exception):
         self.rank = rank
 
 
-def _words(rank: int, shown: int, error: BaseException) -> str:
-    text = f"Rank {shown}: {type(error).__name__}: {error}"
-    if rank and isinstance(error, FileNotFoundError):
-        text += " (rank 0 made this directory; the folder must be on a file system that all ranks share)"
-    return text
-
-
 def _compare(checks: dict[int, dict[str, int]]) -> None:
     """Raise if ranks hold different values in what must be equal: each of them wrote a share of it."""
-    first = checks[0]
+    zero, first = next(iter(checks.items()))
     for rank, other in checks.items():
         differing = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
         if differing:
             raise _Refused(
-                f"Rank {rank} holds other values than rank 0 in {len(differing)} of {len(first)} tensors that must be "
-                f"equal on all ranks:\n{bullet_list(differing, 5)}\nFix: train with a data-parallel wrapper, and "
-                "change parameters on all ranks alike. check=False saves a share of each rank nevertheless.",
+                f"Rank {rank} holds other values than rank {zero} in {len(differing)} of {len(first)} tensors that "
+                f"must be equal on all ranks:\n{bullet_list(differing, 5)}\nFix: train with a data-parallel wrapper, "
+                "and change parameters on all ranks alike. check=False saves a share of each rank nevertheless.",
                 rank,
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lockstep import torch_private
+from lockstep.agree.drift import SETTINGS
 from lockstep.checkpoint.collect import parameter_names, plain_keys
 from lockstep.checkpoint.hook_state import restore_hook, wrapper_of
 from lockstep.checkpoint.manifest import STATE, state_of
@@ -122,10 +123,13 @@ class Restoration:
         if len(saved) != len(groups):
             return [f"the optimizer has {len(groups)} groups of parameters, and the saved one {len(saved)}"]
         problems = []
+        assert self._targets.optimizer is not None
+        current = self._targets.optimizer.param_groups
         for number, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
             if set(theirs["params"]) != set(ours):
                 odd = sorted(set(theirs["params"]) ^ set(ours))
                 problems.append(f"group {number} of the optimizer differs in {', '.join(odd[:5])}")
+            problems += _other_kind(number, theirs.keys(), current[number].keys())
         return problems
 
     def _names_of_groups(self) -> list[list[str]]:
@@ -287,6 +291,22 @@ class Restoration:
             elif callable(getattr(target, "load_state_dict", None)):
                 target.load_state_dict(values[key])
         return values
+
+
+def _other_kind(number: int, saved: Set[str], current: Set[str]) -> list[str]:
+    """Say so if a group has the settings of an optimizer of another kind: they would be put in the place of its own.
+
+    One side alone may have more: a newer torch, or a scheduler, adds settings.
+    """
+    gone, new = (
+        [name for name in SETTINGS if name in a and name not in b] for a, b in ((saved, current), (current, saved))
+    )
+    if not gone or not new:
+        return []
+    return [
+        f"group {number} was saved by an optimizer of another kind: it has {', '.join(gone)}, and this one has "
+        f"{', '.join(new)}"
+    ]
 
 
 def _is_shared_state(tree: dict[str, Any]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import sys
@@ -16,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lockstep.agree.last_words import finish_before_end
 from lockstep.checkpoint.collect import collect
 from lockstep.checkpoint.protocol import Save
 from lockstep.checkpoint.ranks import Ranks, ranks_of
@@ -182,16 +182,20 @@ def wait() -> None:
         handle.wait()
 
 
-@atexit.register
 def _finish() -> None:
     """Let the last checkpoint of a program be written; say so if it could not be."""
-    handle = _in_flight
+    global _in_flight
+    handle, _in_flight = _in_flight, None
     if handle is None or os.getpid() != _pid:  # in a forked child there is no thread that writes
         return
     if not handle._done.wait(_EXIT_SECONDS):
         print(f"lockstep: the checkpoint of step {handle.step} was not complete at exit", file=sys.stderr)
     elif handle._error is not None and not handle._told:
         print(f"lockstep: {handle._error}", file=sys.stderr)
+
+
+# Ranks tell each other about a save, so it must end before their way to do so.
+finish_before_end(_finish)
 
 
 class Progress:

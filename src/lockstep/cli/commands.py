@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import Any
 
@@ -45,6 +46,9 @@ def _global_options(
 @app.command("run", cls=Verbatim, add_help_option=False)
 def run_command(ctx: typer.Context) -> None:
     """Launch SCRIPT on N ranks: lockstep run --nproc N SCRIPT ARGS...  Takes every torchrun option."""
+    # Until the launcher listens to it itself: nothing is running yet, so Ctrl-C ends this process, in silence.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Imported here: the launcher pulls in torch, which `lockstep --help` does not need.
     from lockstep.cli.run import launch
 

@@ -19,12 +19,15 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import struct
+import sys
 import threading
 from collections.abc import Callable
 from time import monotonic, sleep
 from typing import Any, TypeVar
 
 from lockstep import settings, torch_private
+from lockstep.agree.alive import is_standing_still
 
 try:
     import fcntl
@@ -35,6 +38,7 @@ logger = logging.getLogger("lockstep")
 
 T = TypeVar("T")
 _busy = threading.Lock()
+_STOPPED_SECONDS = 2.0  # one that is stopped for a moment is waited for
 
 
 def take_turn(graph: Any, compile: Callable[[], T]) -> T:
@@ -76,9 +80,25 @@ def _lock(file: int, byte: int) -> None:
             if not waited:
                 logger.info("waiting for another process that compiles the same graph")
         waited = monotonic() - begin
+        if waited >= _STOPPED_SECONDS and is_standing_still(_holder(file, byte)):
+            logger.warning("Compiling what another process was compiling when it was stopped (SIGSTOP, a debugger).")
+            return
         if waited >= limit:
             logger.warning("Compiling what another process has been compiling for %.0f s.", waited)
             return
         sleep(min(0.05 + waited / 20, 1.0, limit - waited))
     if waited:
         fcntl.lockf(file, fcntl.LOCK_UN, 1, byte)
+
+
+def _holder(file: int, byte: int) -> int:
+    """The process that has locked this byte; 0 where this is not known."""
+    if sys.platform != "linux" or struct.calcsize("P") != 8:
+        return 0
+    form = "hhqqi0q"  # type, from where, start, length, process
+    asked = struct.pack(form, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    try:
+        kind, *_, pid = struct.unpack(form, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+    except (OSError, struct.error):
+        return 0
+    return 0 if kind == fcntl.F_UNLCK else int(pid)

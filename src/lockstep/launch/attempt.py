@@ -325,4 +325,15 @@ class Attempt:
 
 def say(text: str) -> None:
     """A line of the launcher's, between those of the ranks."""
-    print(f"lockstep run: {text}", file=sys.stderr, flush=True)
+    show(f"lockstep run: {text}")
+
+
+def show(text: str) -> None:
+    """Print, if there is still someone to read it: a pipe that was closed is no reason to end a job."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        # What was printed is kept, and Python would try again at its end, and fail.
+        handle = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(handle, sys.stderr.fileno())
+        os.close(handle)

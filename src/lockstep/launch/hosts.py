@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from lockstep import settings
-from lockstep.launch.attempt import Ended, Outcome, say
+from lockstep.launch.attempt import Ended, Outcome, say, show
 from lockstep.launch.cause import Cause, find_cause
 from lockstep.launch.checkin import HostCheckin
 from lockstep.launch.facts import Ending, RankFacts
@@ -36,6 +37,8 @@ EXIT_NO_RENDEZVOUS = 1
 
 def run_on_hosts(args: argparse.Namespace, command: Sequence[str], report_dir: Path) -> int:
     """Run this host's part of a job to its end; the status for the shell."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # so that there is time to clean up
     root = Path(tempfile.mkdtemp(prefix="lockstep-run-"))
     folder = root / "ranks"
     folder.mkdir()
@@ -91,7 +94,7 @@ def _facts(failures: Mapping[int, Any], folder: Path) -> list[RankFacts]:
 def _conclude(name: str, command: Sequence[str], report_dir: Path, ended: Ended) -> None:
     if ended.ranks:
         say(f"{name} FAILED on this host: {ended.cause.text}")
-        print(ranks_table(ended.ranks), file=sys.stderr)
+        show(ranks_table(ended.ranks))
     try:
         say(f"report: {write_reports(report_dir, Report(name, tuple(command), os.getcwd(), [ended]))}")
     except OSError as error:

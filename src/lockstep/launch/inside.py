@@ -69,7 +69,10 @@ def enter() -> None:
         faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True, chain=False)
     if not faulthandler.is_enabled():
         faulthandler.enable(file=stacks)
-    moments.listeners.append(Page(page_path(folder, rank)).write)
+    try:
+        moments.listeners.append(Page(page_path(folder, rank)).write)
+    except OSError as error:
+        print(f"lockstep: rank {rank} cannot say where it is: {error}", file=sys.stderr)
     moments.reached(moments.StepMoment.STARTED)
     _note_errors_of_threads()
     parent = os.getppid()

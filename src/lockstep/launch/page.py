@@ -80,7 +80,7 @@ class Page:
     def __init__(self, path: Path) -> None:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(handle, SIZE)
+            _make_room(handle)
             self._memory = mmap.mmap(handle, SIZE)
         finally:
             os.close(handle)
@@ -117,6 +117,14 @@ class Page:
         text = _TEXTS.pack(moment.value.encode(), names.encode()[:_NAME_BYTES])
         self._texts[moment, names] = text
         return text
+
+
+def _make_room(handle: int) -> None:
+    """Have the page on the disk before it is mapped: to write into one that a full disk has no room for is deadly."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(handle, 0, SIZE)
+    else:
+        os.ftruncate(handle, SIZE)
 
 
 _BEFORE_STEPS = (StepMoment.STARTED, StepMoment.JOINING, StepMoment.JOINED)

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep import settings
 from lockstep.launch import reaper
-from lockstep.launch.attempt import Attempt, Ended, Limits, Outcome, say
+from lockstep.launch.attempt import Attempt, Ended, Limits, Outcome, say, show
+from lockstep.launch.facts import signal_name
 from lockstep.launch.report import Report, write_reports
 from lockstep.launch.signals import Signals
 from lockstep.launch.spawn import CannotStart, Program, mark_of
@@ -58,6 +59,9 @@ def supervise(job: Job) -> int:
             ended = attempts[-1]
             if ended.outcome is not Outcome.FAILED or not _goes_on(job, attempts):
                 break
+            if signals.received:  # while what was left of the attempt was ended
+                _stop_between(ended, signals.received[0])
+                break
             say(f"attempt {number} failed: {ended.cause.text}")
             say(f"starting attempt {number + 1}; {job.program.max_restarts - number - 1} more after it")
         _conclude(job, attempts)
@@ -78,14 +82,21 @@ def _goes_on(job: Job, attempts: Sequence[Ended]) -> bool:
     return True
 
 
+def _stop_between(ended: Ended, number: int) -> None:
+    """The job was told to stop when an attempt had failed: that is how it ends, and no other attempt is begun."""
+    text = f"stopped by {signal_name(number)}, after an attempt that failed: {ended.cause.text}"
+    ended.outcome, ended.signal = Outcome.STOPPED, number
+    ended.cause = replace(ended.cause, text=text, exit_code=-number)
+
+
 def _conclude(job: Job, attempts: Sequence[Ended]) -> None:
     ended = attempts[-1]
     if ended.outcome is not Outcome.DONE:
         verb = "FAILED" if ended.outcome is Outcome.FAILED else "STOPPED"
         say(f"{job.name} {verb}: {ended.cause.text}")
-        print(ranks_table(ended.ranks), file=sys.stderr)
+        show(ranks_table(ended.ranks))
     if len(attempts) > 1:
-        print(attempts_table(attempts), file=sys.stderr)
+        show(attempts_table(attempts))
     if any(attempt.outcome is not Outcome.DONE for attempt in attempts):
         try:
             page = write_reports(job.report_dir, Report(job.name, tuple(job.command), os.getcwd(), attempts))

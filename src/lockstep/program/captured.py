@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lockstep import errors, torch_private
+from lockstep.observe.moments import StepMoment, listeners, reached
 from lockstep.observe.timeline import now
 from lockstep.program.batch import Batch, map_tensors
 from lockstep.program.cuda import Inbox, Machine, Mark, Recording
@@ -304,6 +305,9 @@ class Captured:
     def _replay(self, program: Program, batch: Batch, *, is_last: bool) -> Any:
         assert self._rates is not None
         self._wait_for_room()
+        if listeners:
+            for wrapper in self._recipe.parallel.wrappers:
+                reached(StepMoment.FORWARD, wrapper.step.reducer.timeline.step, subject=wrapper.step.reducer)
         if program is not self._current:
             for parameter, gradient in zip(self._recipe.parameters, program.gradients, strict=True):
                 parameter.grad = gradient

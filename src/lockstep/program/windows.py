@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lockstep.observe.moments import StepMoment, listeners, reached
 from lockstep.program.parts import Parallel
 
 _COUNTED = (
@@ -46,6 +47,9 @@ def note_replay(parallel: Parallel, *, is_last: bool) -> None:
             step.num_windows += 1
             step.num_updates += 1
             step.reducer.timeline.end_step()
+            step.reducer.transport.watch.forget_handled_failure()
+            if listeners:
+                reached(StepMoment.END, step.reducer.timeline.step - 1)
         else:
             step.has_forward = True
 

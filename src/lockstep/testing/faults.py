@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import overload
 
 from lockstep import settings
 from lockstep.observe.moments import StepMoment
@@ -31,6 +32,12 @@ ACTIONS = {
 KEYS = ("rank", "step", "moment", "bucket", "seconds", "status", "steps", "attempt")
 _NEEDS_SECONDS = ("sleep", "freeze", "slow")
 _WITHOUT_STEP = (StepMoment.STARTED, StepMoment.JOINING, StepMoment.JOINED)
+_WITH_BUCKET = (StepMoment.LAUNCH, StepMoment.PACKED, StepMoment.COLLECT)
+_ONLY_FOR = {
+    "seconds": _NEEDS_SECONDS,
+    "status": ("exit",),
+    "steps": ("stop", "raise", "sleep", "freeze", "nan", "slow"),
+}
 
 
 class BadFault(ValueError):
@@ -118,6 +125,14 @@ def _read(text: str) -> StepFault:
         moment = _moment(values["moment"])
     if action in _NEEDS_SECONDS and "seconds" not in values:
         raise BadFault(f"{action} needs seconds=...")
+    for key, actions in _ONLY_FOR.items():
+        if key in values and action not in actions:
+            raise BadFault(f"{action} has no {key}; {' and '.join(actions)} {'has' if len(actions) == 1 else 'have'}")
+    if "bucket" in values and moment not in _WITH_BUCKET:
+        those = ", ".join(m.value for m in _WITH_BUCKET)
+        raise BadFault(f"there is no bucket at the moment {moment.value!r}; there is one at {those}")
+    if values.get("steps") == "0":
+        raise BadFault("steps is '0'; give a whole number from 1")
     if moment in _WITHOUT_STEP and "step" in values:
         raise BadFault(f"there is no step yet at the moment {moment.value!r}")
     if action == "nan" and moment is not StepMoment.PACKED:
@@ -131,9 +146,9 @@ def _read(text: str) -> StepFault:
         moment=moment,
         bucket=_whole(values, "bucket"),
         seconds=_seconds(values),
-        status=_whole(values, "status") or 3,
-        num_steps=_whole(values, "steps") or default_steps,
-        attempt=None if values.get("attempt") == "any" else (_whole(values, "attempt") or 0),
+        status=_whole(values, "status", 3),
+        num_steps=_whole(values, "steps", default_steps),
+        attempt=None if values.get("attempt") == "any" else _whole(values, "attempt", 0),
     )
 
 
@@ -144,9 +159,13 @@ def _moment(text: str) -> StepMoment:
         raise BadFault(f"there is no moment {text!r}; there are {', '.join(m.value for m in StepMoment)}")
 
 
-def _whole(values: dict[str, str], key: str) -> int | None:
+@overload
+def _whole(values: dict[str, str], key: str) -> int | None: ...
+@overload
+def _whole(values: dict[str, str], key: str, default: int) -> int: ...
+def _whole(values: dict[str, str], key: str, default: int | None = None) -> int | None:
     if key not in values:
-        return None
+        return default
     if not values[key].isdigit():
         raise BadFault(f"{key} is {values[key]!r}; give a whole number from 0")
     return int(values[key])

@@ -164,7 +164,7 @@ def fault(
         action: what happens, such as ``kill``; it gets the moment of the step, or the file of the checkpoint.
         step: the first step in which it may happen, counted from 0 as checkpoints count; None for any.
         bucket: the bucket, for moments that have one; None for any.
-        num_steps: let it happen at every such moment of this many steps; 0 is once.
+        num_steps: let it happen at every such moment of this many steps, from ``step`` or the first one; 0 is once.
     """
     _require_rank(rank)
     injection = Injection(action, number, rank, again=num_steps > 0)
@@ -212,10 +212,15 @@ def counting() -> Iterator[Injection]:
 def _of_step(
     injection: Injection, moment: StepMoment, step: int | None, bucket: int | None, num_steps: int
 ) -> moments.Listener:
+    first = step
+
     def listen(reached: Reached) -> None:
+        nonlocal first
         if reached.moment is not moment or bucket not in (None, reached.bucket):
             return
-        if step is not None and not step <= reached.step < step + max(1, num_steps):
+        if first is None and num_steps:
+            first = reached.step
+        if first is not None and not first <= reached.step < first + max(1, num_steps):
             return
         injection.come(reached)
 
