@@ -19,6 +19,7 @@ from lockstep.program.facts import facts_of
 from lockstep.program.loading import Loading, Source
 from lockstep.program.options import Mode, Options, check_options
 from lockstep.program.parts import Parallel
+from lockstep.program.passes import Passes
 from lockstep.program.reasons import JOINED, why_not_captured, why_not_graph
 from lockstep.program.recipe import Recipe
 from lockstep.program.record import Record, StepExplanation
@@ -89,6 +90,7 @@ class TrainStep:
         self._recipe = Recipe(options, self._parallel)
         self._together = Together(self._parallel, self._options.optimizers)
         self._record = Record(asked=mode)
+        self._passes = Passes(self._parallel, options.accumulate)
         self._runner: _Loop | Captured | Whole | None = None
         self._micro = 0
         self.num_updates = 0
@@ -104,7 +106,8 @@ class TrainStep:
         index, is_last = self._micro, self.is_last
         if index == 0:
             self._recipe.follow_optimizers()
-        result = self._runner.micro(batch, index, is_last=is_last)
+        with self._passes.counted(index, is_last=is_last):
+            result = self._runner.micro(batch, index, is_last=is_last)
         if is_last:
             self._recipe.follow()
             self.num_updates += 1
@@ -124,7 +127,11 @@ class TrainStep:
         return self._recipe.grad_norm
 
     def reset(self) -> None:
-        """Begin a window anew, after an error that was caught: the next call is the first of its micro-batches."""
+        """Begin a window anew, after an error that was caught: the next call is the first of its micro-batches.
+
+        In the middle of micro-batches it is for all ranks: they compare how many they have run.
+        """
+        self._passes.drop(self._micro)
         self._micro = 0
         self._recipe.begin()
 
@@ -193,7 +200,7 @@ class TrainStep:
         """Say which mode runs, why, and what was made so far; after a step or two there is most to say."""
         record, runner = self._record, self._runner
         programs: list[str] = []
-        notes = list(record.notes)
+        notes = record.all_notes()
         if isinstance(runner, Captured):
             programs = [f"batches of {p.shown}, replayed {p.num_replays} times" for p in runner.programs]
         elif isinstance(runner, Whole):
@@ -226,6 +233,11 @@ class TrainStep:
         if self._parallel.rank != 0:
             return ""
         programs = [p.digest for p in self._runner.programs] if isinstance(self._runner, Whole) else []
+        if self._runner is None or (isinstance(self._runner, Whole) and not programs):
+            raise RuntimeError(
+                "Nothing was compiled that could be saved, of this step at least: run at least two windows of batches "
+                "first. step.explain() says what runs."
+            )
         made = loading.make(self._artifact_facts(), self._parallel, programs)
         return made.write(Path(path))
 
@@ -255,6 +267,7 @@ class TrainStep:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` gave."""
         self.num_updates = int(state["num_updates"])
+        self._passes.drop(self._micro)
         self._micro = 0
         if self._recipe.average is not None:
             self._recipe.average.load(state.get("averages", {}))
