@@ -40,7 +40,6 @@ def facts_of(options: Options, parallel: Parallel, told: dict[str, str]) -> dict
         **{name: value for name, value in told.items() if name != "max_programs"},
     }
     settings = optimizer_settings(options.optimizers, with_rates=False)
-    assert isinstance(settings, tuple)
     sizes = [len(group["params"]) for o in options.optimizers for group in o.param_groups]
     for index, (group, size) in enumerate(zip(settings, sizes, strict=True)):
         facts[f"parameter group {index} of the optimizers"] = f"{size} parameters, {dict(group)}"

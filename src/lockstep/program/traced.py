@@ -1,7 +1,8 @@
 """The whole step as one function of tensors: what is traced, and then compiled as one program.
 
 Parameters, buffers, the state of optimizers, averages and accumulated gradients go in and are changed in place; so do
-the scale of a gradient scaler and its count.  Learning rates go in.  What comes out is what the loss function returned.
+the scale of a gradient scaler and its count.  Learning rates go in, and settings of optimizers that keep changing.
+What comes out is what the loss function returned.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import torch_private
+from lockstep.graph.compare import place_of
 from lockstep.program.batch import Batch, map_tensors, tensors_in
 from lockstep.program.deliver import Delivery
+from lockstep.program.places import operator_shown
 from lockstep.program.recipe import Recipe, loss_of
 
 
@@ -211,8 +214,9 @@ class WholeStep:
             pairs.append((tensor, copied))
             return copied
 
-        for group in optimizer.param_groups:
-            changed = {**group, "params": [], "lr": next(rates)}
+        numbers = self._recipe.numbers
+        for index, group in enumerate(optimizer.param_groups):
+            changed = {**group, "params": [], **numbers.in_place(optimizer, index, rates)}
             # Its own kernels are the compiler's to make; one launch per group would only be in their way.
             changed |= {name: value for name, value in _COMPILED_SETTINGS.items() if name in group}
             for parameter in group["params"]:
@@ -226,7 +230,7 @@ class WholeStep:
                     for name, value in optimizer.state.get(parameter, {}).items()
                 }
             stand_in.param_groups.append(changed)
-        with torch.no_grad(), torch_private.as_if_compiling():
+        with torch.no_grad(), torch_private.as_if_compiling(), numbers.as_inputs():
             type(optimizer).step(stand_in)
         for tensor in mine.values():
             tensor.grad = None
@@ -258,6 +262,30 @@ def _update_scale(scaler: Any, scale: Sequence[Tensor], found_inf: Sequence[Tens
     grown = torch.where(is_full & grown.isfinite(), grown, value)
     value.copy_(torch.where(is_bad, value * scaler.get_backoff_factor(), grown))
     held.copy_(torch.where(is_bad | is_full, torch.zeros_like(held), held_now))
+
+
+def why_no_program(graph: Any) -> str:
+    """Why a step that was traced cannot be a program all the same; empty if it can.
+
+    Collectives in place are C++ that takes a process group as an object; a trace of one also draws random numbers of
+    Python.  A size that depends on values is a symbol in the trace, and a program has none.
+    """
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._local_scalar_dense.default):
+        return f"the step asks for a number at {_place(node)}"
+    for node in graph.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "call_function" and getattr(node.target, "namespace", "") == "c10d":
+            name = str(node.target).removeprefix("c10d.").removesuffix(".default").strip("_")
+            what = f"a collective of torch.distributed ({name}) runs in place at {_place(node)}"
+            return f"{what}; functional ones can be traced"
+        if isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape):
+            what = f"the shape of what {operator_shown(node.target)} returns depends on the values of a tensor"
+            return f"{what} (at {_place(node)})"
+    return ""
+
+
+def _place(node: Any) -> str:
+    return place_of(node) or "a line of the loss function"
 
 
 @contextmanager

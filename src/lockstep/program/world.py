@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
 
 from torch import Tensor, nn
+
+from lockstep.program.moving import place_look
 
 _PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None)))
 _MOST_DEPTH = 4
@@ -113,6 +116,8 @@ def _containers(value: Any) -> Iterator[tuple[_Look, list[Any]]]:
             yield partial(_items, vars(value)), list(vars(value).values())
     elif isinstance(value, types.MethodType):
         yield list, [value.__self__, value.__func__]
+    elif isinstance(value, types.BuiltinMethodType) or type(value).__name__ == "cython_function_or_method":
+        yield list, [getattr(value, "__self__", None)]
     elif isinstance(value, (staticmethod, classmethod)):
         yield list, [value.__func__]
     elif isinstance(value, property):
@@ -122,10 +127,12 @@ def _containers(value: Any) -> Iterator[tuple[_Look, list[Any]]]:
     elif isinstance(value, ContextVar):
         look = partial(_of_variable, value)
         yield look, look()
-    elif isinstance(value, (dict, list, tuple, set, types.MappingProxyType)):
+    elif isinstance(value, (dict, list, tuple, set, deque, types.MappingProxyType)):
         if len(value) <= _MOST_ENTRIES:
             look = partial(_items, value)
             yield look, look()
+    elif (place := place_look(value)) is not None:
+        yield place, []
     elif callable(getattr(value, "__array__", None)):
         if getattr(value, "nbytes", _MOST_BYTES) < _MOST_BYTES and hasattr(value, "tobytes"):
             yield partial(_bytes_of, value), []

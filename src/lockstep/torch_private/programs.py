@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import torch
 
 __all__ = [
+    "TraceError",
     "as_if_compiling",
     "compile_program",
+    "kind_of_trace_error",
     "optimizer_has_hooks",
     "scaler_tensors",
     "trace_program",
@@ -42,6 +45,42 @@ def trace_program(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) 
 
     traced = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True, record_stack_traces=True)
     return traced(*inputs)
+
+
+class TraceError(Enum):
+    """What a step that is traced has asked of a tensor without a value."""
+
+    VALUE = "its value"
+    SHAPE = "a result whose shape depends on its values"
+    RULE = "an operator of which the shape of the result is not known"
+    OTHER = "something else"
+
+
+# Errors of torch that are plain RuntimeErrors: a few words tell them from those of a program.
+_WORDS_OF_A_VALUE = (
+    "get value out of a tracing tensor",
+    "data-dependent",
+    "data pointer of Tensor",
+    ".tolist() is not supported for tensor subclasses",
+    ".numpy() is not supported for tensor subclasses",
+)
+
+
+def kind_of_trace_error(error: BaseException) -> tuple[TraceError, str]:
+    """What an error in a trace is about, and the operator that raised it; torch's types for them are private."""
+    from torch._subclasses import fake_tensor
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    operator = str(getattr(error, "func", "") or "")
+    if isinstance(error, fake_tensor.DynamicOutputShapeException):
+        return TraceError.SHAPE, operator
+    if isinstance(error, fake_tensor.DataDependentOutputException):
+        return TraceError.VALUE, operator
+    if isinstance(error, (fake_tensor.UnsupportedOperatorException, fake_tensor.UnsupportedFakeTensorException)):
+        return TraceError.RULE, operator
+    if isinstance(error, GuardOnDataDependentSymNode) or any(words in str(error) for words in _WORDS_OF_A_VALUE):
+        return TraceError.VALUE, ""
+    return TraceError.OTHER, ""
 
 
 def compile_program(
