@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep import torch_private
 from lockstep.graph import tuning
-from lockstep.graph.compare import compare, describe_program, differing_places, digest_of
+from lockstep.graph.compare import IN_BACKWARD, SOMEWHERE, compare, describe_program, differing_places, digest_of
 from lockstep.graph.turns import take_turn
 from lockstep.program.batch import Batch, map_tensors
 from lockstep.program.changing import NotTaken
@@ -270,10 +270,10 @@ class Whole:
         for wrapper in self._recipe.parallel.wrappers:
             board = wrapper._peers.board
             if board is not None:
-                facts = describe_program(graph, batch.shown(), self._recipe.options.loss)
+                facts = describe_program(graph, batch.shown())
                 kind = "update" if is_last else "first micro-step" if index == 0 else "micro-step"
                 key = compare(board, f"the {kind} of a train step", facts)
-                return lambda: differing_places(board, key, facts)
+                return lambda: differing_places(board, key, facts, SOMEWHERE)
         return list
 
     # ---------------------------------------------------------------- running it
@@ -315,7 +315,8 @@ class Whole:
 
     def rank_is_baked_in_at(self) -> list[str]:
         """Places in the user's program where ranks have other numbers in their programs."""
-        return list(dict.fromkeys(place for p in self._programs.values() for place in p.differing_places()))
+        found = dict.fromkeys(place for p in self._programs.values() for place in p.differing_places())
+        return [place for place in found if place != IN_BACKWARD] or list(found)
 
     @property
     def programs(self) -> list[GraphProgram]:

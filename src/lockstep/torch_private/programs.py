@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,12 +42,45 @@ def trace_program(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) 
     """The operators that ``function`` runs for inputs like these, below autograd, as one graph.
 
     Tensors have no values meanwhile, so that a branch on one is an error and not a constant.  ``make_fx`` lives in an
-    experimental module.
+    experimental module; by itself it notes only lines of functions that are called ``forward``.
     """
-    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+    from torch.utils._python_dispatch import TorchDispatchMode
 
-    traced = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True, record_stack_traces=True)
+    class Noting(TorchDispatchMode):
+        """Notes of each operator which line of the user's has called it."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            mode = get_proxy_mode()
+            before = None if mode is None else next(reversed(mode.tracer.graph.nodes), None)
+            result = func(*args, **(kwargs or {}))
+            line = None if mode is None else _users_line(noted.__code__)
+            for node in reversed(mode.tracer.graph.nodes) if mode is not None and line is not None else ():
+                if node is before:
+                    break
+                node.meta["stack_trace"] = line
+            return result
+
+    def noted(*flat: torch.Tensor) -> Any:
+        with Noting():
+            return function(*flat)
+
+    traced = make_fx(noted, tracing_mode="fake", _allow_non_fake_inputs=True, record_stack_traces=True)
     return traced(*inputs)
+
+
+def _users_line(outermost: Any) -> str | None:
+    """The innermost line that runs now and is neither torch's nor this package's, inside of a function."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not outermost:
+        file = frame.f_code.co_filename
+        if not file.startswith(_NOT_THE_USERS):
+            return f'File "{file}", line {frame.f_lineno}, in {frame.f_code.co_name}'
+        frame = frame.f_back
+    return None
+
+
+_NOT_THE_USERS = ("<", str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)
 
 
 class TraceError(Enum):
