@@ -29,10 +29,12 @@ torch_private.compiled_libraries = dict
 def loss(model, batch):
     return model(batch).square().mean()
 
-def made(width=4, mode="graph", **options):
+def made(width=4, mode="graph", cycles=False, **options):
     torch.manual_seed(0)
     model = lockstep.DDP(nn.Sequential(nn.Linear(width, 3), nn.Linear(3, 1)))
-    return lockstep.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, mode=mode, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=100) if cycles else None
+    return lockstep.TrainStep(model, optimizer, loss, mode=mode, scheduler=schedule, **options)
 """
 
 
@@ -109,7 +111,7 @@ def test_a_script_with_arguments_variables_groups_objects_and_workers(tmp_path: 
 def test_several_steps_are_all_waited_for(tmp_path: Path) -> None:
     body = """
     dist.init_process_group("nccl", init_method="tcp://10.1.2.3:1", rank=0, world_size=3)
-    one, other, never, looping = made(), made(7), made(8), made(mode="loop")
+    one, other, never, looping = made(cycles=True), made(7), made(8), made(mode="loop")
     for index in range(30):
         one(torch.ones(2, 4))
         looping(torch.ones(2, 4))

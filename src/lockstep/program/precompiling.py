@@ -22,6 +22,7 @@ from lockstep import torch_private
 from lockstep.program.loading import file_name
 
 _MOST_CAUGHT = 3
+_MOST_MORE = 8  # updates that are waited for a first program
 
 
 class Enough(BaseException):
@@ -55,7 +56,7 @@ class Precompiling:
 
     def after_update(self, step: Any) -> None:
         """Write the artifact of a step that has been trained long enough; leave the script after the last one."""
-        if step.num_updates >= self.num_updates:
+        if step.num_updates >= self.num_updates + (_MOST_MORE if step._waits_for_program else 0):
             self._write(step)
             if len(self.made) + len(self.failed) == len(self._steps):
                 self._num_left += 1

@@ -16,6 +16,7 @@ from lockstep.program.by_bucket import BucketUpdates, why_not_by_bucket
 from lockstep.program.captured import Captured
 from lockstep.program.cuda import CudaMachine
 from lockstep.program.facts import facts_of
+from lockstep.program.guards import optimizer_settings
 from lockstep.program.loading import Loading, Source
 from lockstep.program.options import Mode, Options, check_options
 from lockstep.program.parts import Parallel
@@ -91,6 +92,7 @@ class TrainStep:
         self._together = Together(self._parallel, self._options.optimizers)
         self._record = Record(asked=mode)
         self._passes = Passes(self._parallel, options.accumulate)
+        self._settings = optimizer_settings(options.optimizers, with_rates=False)
         self._runner: _Loop | Captured | Whole | None = None
         self._micro = 0
         self.num_updates = 0
@@ -241,8 +243,13 @@ class TrainStep:
         made = loading.make(self._artifact_facts(), self._parallel, programs)
         return made.write(Path(path))
 
+    @property
+    def _waits_for_program(self) -> bool:
+        """Whether a program is to run and there is none yet: settings that change may take a few updates more."""
+        return isinstance(self._runner, Whole) and not self._runner.programs and not self._record.reasons
+
     def _artifact_facts(self) -> dict[str, str]:
-        return facts_of(self._options, self._parallel, _facts(self._options))
+        return facts_of(self._options, self._parallel, _facts(self._options), self._settings)
 
     # ---------------------------------------------------------------- state
 
