@@ -93,6 +93,17 @@ class Surroundings:
         where = self._world.changed(before[1])
         return f"the step changes what Python holds ({where})" if where else ""
 
+    def versions(self) -> dict[int, tuple[int, str]]:
+        """What to give ``written`` after a step."""
+        return self._world.versions()
+
+    def written(self, before: dict[int, tuple[int, str]]) -> str:
+        """Say which tensor a step has written to that no program is given, or would write back; empty if none."""
+        now = self._world.versions()
+        found = [label for key, (version, label) in before.items() if key in now and now[key][0] != version]
+        where = f" ({found[0]})" if found and found[0] else ""
+        return f"the step writes to a tensor that is no buffer of the model{where}" if found else ""
+
     def named(self, before: tuple[Any, ...]) -> tuple[str, bool]:
         """What is not what it was, for people, and whether it may be a number; something is."""
         numbers = self.numbers.changed(before[0])

@@ -28,6 +28,10 @@ class Untraceable(Exception):
     """The step cannot be one program, for the reason that the message gives."""
 
 
+class StateIsMissing(Exception):
+    """An optimizer has not made its state yet: a scaler has skipped every step so far."""
+
+
 @dataclass
 class Inputs:
     """Everything that a program of the whole step reads or changes, in one order."""
@@ -58,8 +62,9 @@ class _Holder(nn.Module):
         self.model = recipe.options.model
         self._loss = recipe.options.loss
 
-    def forward(self, batch: Any) -> Any:
-        return self._loss(self.model, batch)
+    def forward(self, batch: Any, backward: Any) -> Any:
+        """Run the backward too: what it computes again (a checkpoint) is of the same parameters."""
+        return backward(self._loss(self.model, batch))
 
 
 class WholeStep:
@@ -123,14 +128,22 @@ class WholeStep:
         leaves = [t.detach().requires_grad_(p.requires_grad) for t, p in zip(given.parameters, originals, strict=True)]
         named = {f"model.{self._names[id(p)]}": leaf for p, leaf in zip(originals, leaves, strict=True)}
         named |= {f"model.{name}": tensor for name, tensor in zip(self._buffers, given.buffers, strict=True)}
-        with torch.enable_grad(), _plain_forwards(self._recipe):
-            result = torch.func.functional_call(_Holder(self._recipe), named, (self._batch.rebuilt(given.batch),))
+        trained = [(p, leaf) for p, leaf in zip(originals, leaves, strict=True) if leaf.requires_grad]
+
+        def backward(result: Any) -> tuple[Any, Any]:
             loss = loss_of(result)
             share = loss / self._options.accumulate if self._options.accumulate > 1 else loss
             if self._options.scales:
                 share = share * given.scale[0].to(share.dtype)
-            trained = [(p, leaf) for p, leaf in zip(originals, leaves, strict=True) if leaf.requires_grad]
-            found = torch.autograd.grad(share, [leaf for _, leaf in trained], allow_unused=True)
+            if _has_reentrant_checkpoint(share.grad_fn):
+                raise Untraceable(
+                    "a checkpoint with use_reentrant=True runs a backward of its own inside of the backward"
+                )
+            return result, torch.autograd.grad(share, [leaf for _, leaf in trained], allow_unused=True)
+
+        with torch.enable_grad(), _plain_forwards(self._recipe):
+            batch = self._batch.rebuilt(given.batch)
+            result, found = torch.func.functional_call(_Holder(self._recipe), named, (batch, backward))
         gradients = {id(p): g.detach() for (p, _), g in zip(trained, found, strict=True) if g is not None}
         unused = [self._names[id(p)] for p, _ in trained if id(p) not in gradients]
         if unused and (self._delivery is not None or self._options.accumulate > 1):
@@ -232,8 +245,16 @@ class WholeStep:
             stand_in.param_groups.append(changed)
         with torch.no_grad(), torch_private.as_if_compiling(), numbers.as_inputs():
             type(optimizer).step(stand_in)
-        for tensor in mine.values():
+        for parameter, tensor in [
+            (p, mine[id(p)]) for group in optimizer.param_groups for p in group["params"] if id(p) in mine
+        ]:
             tensor.grad = None
+            known = optimizer.state.get(parameter, {})
+            if any(
+                isinstance(v, Tensor) and not isinstance(known.get(n), Tensor)
+                for n, v in stand_in.state[tensor].items()
+            ):
+                raise StateIsMissing  # it would be made anew by every run, and lost
         for old, new in pairs:
             assert found_inf is not None
             old.copy_(torch.where(found_inf > 0, old, new))
@@ -262,6 +283,19 @@ def _update_scale(scaler: Any, scale: Sequence[Tensor], found_inf: Sequence[Tens
     grown = torch.where(is_full & grown.isfinite(), grown, value)
     value.copy_(torch.where(is_bad, value * scaler.get_backoff_factor(), grown))
     held.copy_(torch.where(is_bad | is_full, torch.zeros_like(held), held_now))
+
+
+def _has_reentrant_checkpoint(root: Any) -> bool:
+    """Whether autograd's graph has such a checkpoint in it: its gradients would be added to ``.grad``, out of sight."""
+    seen, waiting = {root}, [root]
+    while waiting:
+        node = waiting.pop()
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        following = {inner for inner, _ in node.next_functions if inner is not None} - seen
+        seen |= following
+        waiting += following
+    return False
 
 
 def why_no_program(graph: Any) -> str:

@@ -25,7 +25,7 @@ from lockstep.program.recipe import Recipe
 from lockstep.program.record import Record
 from lockstep.program.restless import Kind, Restless
 from lockstep.program.together import Together
-from lockstep.program.traced import Untraceable, WholeStep, why_no_program
+from lockstep.program.traced import StateIsMissing, Untraceable, WholeStep, why_no_program
 from lockstep.program.windows import note_replay
 
 _MAX_KINDS = 1000  # of batches that are remembered
@@ -102,6 +102,8 @@ class Whole:
         if program is None and not is_other and self._may_trace(key, batch):
             try:
                 program = self._programs[key] = self._make(batch, index, is_last)
+            except StateIsMissing:
+                pass  # the loop makes it, when a scaler lets it
             except Exception as error:
                 self._refuse(key, f"it cannot be one program: {_why(error)}")
         # All or none: a program rounds an update in other places than the loop, and ranks would drift apart by that.
@@ -171,14 +173,15 @@ class Whole:
             recipe.begin()
             self._has_sum.clear()
         self._lay_out()
-        before = self._surroundings.values()
+        before, versions = self._surroundings.values(), self._surroundings.versions()
         result = recipe.micro(tree, is_last=is_last)
         if is_last:
             recipe.update()
         elif recipe.options.accumulate > 1:
             self._put_away()
         self._record.num_loop_calls += 1
-        if not self._never and (changed := self._surroundings.changed(before)):
+        changed = self._surroundings.changed(before) or self._surroundings.written(versions)
+        if not self._never and changed:
             self._never = changed
             self._record.fall_back(changed)
         if len(self._seen) > _MAX_KINDS:

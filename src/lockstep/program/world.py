@@ -43,6 +43,7 @@ class World:
         self._seen: set[int] = set()
         self._looks: list[_Look] = []
         self._labels: list[str] = []
+        self._tensors: list[tuple[Tensor, str]] = []
         self._walk(self._roots[0], 0, "")
         self._walk(self._roots[1], 0, "")
         self._now = self._read()
@@ -62,6 +63,12 @@ class World:
         pairs = zip(self._labels, before, now, strict=False)
         return next((label for label, old, new in pairs if old != new), "") if now != before else ""
 
+    def versions(self) -> dict[int, tuple[int, str]]:
+        """How often each tensor that is neither a parameter nor a buffer was written to, and who holds it."""
+        model = self._roots[0]
+        known = {id(t) for t in (*model.parameters(), *model.buffers())}
+        return {id(t): (t._version, label) for t, label in self._tensors if id(t) not in known and not t.is_inference()}
+
     def objects(self) -> list[Any]:
         """What is compared by identity: whoever keeps ``values`` keeps these, or another object may get the number."""
         return [value for look in self._looks for value in look() if type(value) not in _PLAIN]
@@ -74,6 +81,9 @@ class World:
     # ---------------------------------------------------------------- what there is to look at
 
     def _walk(self, value: Any, depth: int, around: str) -> None:
+        if isinstance(value, Tensor) and id(value) not in self._seen:
+            self._seen.add(id(value))
+            self._tensors.append((value, around))
         if type(value) in _PLAIN or isinstance(value, (Tensor, types.ModuleType)) or depth > _MOST_DEPTH:
             return
         if id(value) in self._seen:

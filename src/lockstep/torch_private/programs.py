@@ -50,6 +50,8 @@ def trace_program(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) 
     class Noting(TorchDispatchMode):
         """Notes of each operator which line of the user's has called it."""
 
+        supports_higher_order_operators = True  # torch.cond and its like pass through
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             mode = get_proxy_mode()
             before = None if mode is None else next(reversed(mode.tracer.graph.nodes), None)
