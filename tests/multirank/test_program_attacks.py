@@ -175,3 +175,32 @@ def test_what_is_frozen_within_a_window_keeps_what_it_had(world: int) -> None:
     found = run_ranks(world, freeze_within_a_window, "graph", preload=PRELOAD)
     for mine in found:
         torch.testing.assert_close(mine, right[0], rtol=1e-4, atol=1e-6)
+
+
+def freeze_between_windows(mode: str) -> list[Tensor]:
+    """A part of a bucket, and a bucket as a whole."""
+    import lockstep
+    from lockstep import torch_private
+
+    torch_private.compile_program = lambda graph, *_: graph
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    model = lockstep.DDP(module, bucket_cap_mb=5e-5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step = lockstep.TrainStep(model, optimizer, lambda m, x: m(x).square().mean(), mode=mode)
+    frozen: dict[int, list[Any]] = {3: [module[0].bias], 6: [module[0].weight], 9: [*module[2].parameters()], 12: []}
+    for call in range(15):
+        if call in frozen:
+            for parameter in module.parameters():
+                parameter.requires_grad_(all(parameter is not one for one in frozen[call]))
+        step(torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * call + dist.get_rank())))
+    assert not step.explain().reasons, step.explain()
+    assert mode == "loop" or step.explain().num_program_calls >= 9, step.explain()
+    return [p.detach() for p in module.parameters()]
+
+
+def test_what_is_frozen_between_windows_is_left_out_of_programs() -> None:
+    right = run_ranks(3, freeze_between_windows, "loop", preload=PRELOAD)
+    found = run_ranks(3, freeze_between_windows, "graph", preload=PRELOAD)
+    for mine in found:
+        torch.testing.assert_close(mine, right[0], rtol=1e-4, atol=1e-6)

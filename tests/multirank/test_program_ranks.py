@@ -142,6 +142,7 @@ def test_hooks_of_modules_and_tensors_without_compiled_autograd() -> None:
 IN_STEPS = (
     *("GroupSizes", "GroupFacts", "MeshFacts", "MeshGroup", "Placements", "FromLocal", "Redistribute"),
     *("FunctionalSums", "LaterWait", "InPlace", "ForwardHooks", "Available", "Environment", "ReadsRank"),
+    *("GathersShards", "DTensorParameter"),
 )
 IN_SHARDS = ("GroupFacts", "MeshGroup", "Placements", "FromLocal", "FunctionalSums", "ForwardHooks", "ReadsRank")
 
@@ -180,11 +181,24 @@ def test_in_a_program_of_the_whole_step(world: int) -> None:
     for found in everyones:
         for name, (num_calls, digests, text) in found.items():
             # A collective in place is of C++, and no trace sees it: the loop runs.
-            assert num_calls == (0 if name == "InPlace" else 4), f"{name}: {text}"
+            assert num_calls == (0 if name in ("InPlace", "DTensorParameter") else 4), f"{name}: {text}"
+            if name == "InPlace":
+                assert "a collective of torch.distributed (allreduce) runs in place at rank_cases.py:" in text
+            if name == "DTensorParameter":
+                assert "scale is a DTensor" in text
             if name.startswith("Reads"):
-                assert "rank is baked in at rank_cases.py:" in text
+                assert f"rank is baked in at {line_in_use(name)}" in text
+            elif name == "GathersShards":  # takes its own part of a gradient
+                assert "rank is baked in at a line that is not known" in text
             else:
                 assert digests == everyones[0][name][1], name
+
+
+def line_in_use(name: str) -> str:
+    import inspect
+
+    _, first = inspect.getsourcelines(getattr(cases, name).use)
+    return f"rank_cases.py:{first + 1}"
 
 
 def run_sharded(names: tuple[str, ...]) -> None:

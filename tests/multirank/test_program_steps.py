@@ -115,6 +115,7 @@ def fall_back_on_one_rank() -> None:
                 step(batch_of(index, rank, size=2 + index % 7 if rank == 1 else 5))
         ends.append(setup.tensors())
     calls = step.explain()
+    assert rank == 1 or "because rank 1 had no program for them" in str(calls)
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, (calls.num_loop_calls, calls.num_program_calls, ends[1]))
     assert len({counts[:2] for counts in everyones}) == 1

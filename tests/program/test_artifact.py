@@ -276,3 +276,18 @@ def test_a_plan_that_cannot_be_read_is_no_error(loaded: list[bytes], tmp_path: P
         dataclasses.replace(found, plan=plan).write(tmp_path / "step.lockstep")
         assert "is not used" in start(make(tmp_path / "step.lockstep"))
     assert len(loaded) == 1
+
+
+def test_a_schedule_that_moves_settings_makes_no_artifact_foreign() -> None:
+    """An artifact is saved after some updates, and loaded before the first."""
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+    step = lockstep.TrainStep(model, optimizer, lambda m, x: m(x).mean(), mode="loop", scheduler=schedule)
+    before = step._artifact_facts()
+    for _ in range(3):
+        step(torch.ones(2, 3))
+    assert optimizer.param_groups[0]["betas"][0] != 0.95
+    assert step._artifact_facts() == before
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    assert step._artifact_facts()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -27,6 +29,27 @@ def test_trace_program() -> None:
     assert weight.tolist() == [-3.0, -3.0]
     with pytest.raises(Exception, match=r"(?i)data.?dependent"):
         private.trace_program(lambda x: x if x.sum() > 0 else -x, [torch.ones(2)])
+
+
+def test_TraceError() -> None:
+    assert {kind.name for kind in private.TraceError} == {"VALUE", "SHAPE", "RULE", "OTHER"}
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "operator"),
+    [
+        (lambda x: x if x.sum() > 0 else -x, "VALUE", ""),
+        (lambda x: x * 2 if torch.equal(x, x) else x, "VALUE", "aten.equal.default"),
+        (lambda x: x * float(x.numpy().mean()), "VALUE", ""),
+        (lambda x: {}[0], "OTHER", ""),
+    ],
+)
+def test_kind_of_trace_error(function: Any, kind: str, operator: str) -> None:
+    with pytest.raises(Exception) as caught:
+        private.trace_program(function, [torch.ones(2)])
+    found = private.kind_of_trace_error(caught.value)
+    assert found[0] is private.TraceError[kind], caught.value
+    assert not operator or found[1] == operator
 
 
 def test_compile_program() -> None:

@@ -33,6 +33,7 @@ class Stamp:
     num_buckets: int
     skipped: tuple[str, ...]
     resets: int
+    passes: int = 0  # of a train step since the last update; a loop by hand may run as many as it likes
 
     def digest(self) -> int:
         """A positive number that stands for all of it."""
@@ -62,6 +63,10 @@ _WORDS = {
         "skip_all_reduce_unused_params=True needs the same unused parameters on all ranks",
     ),
     "resets": ("calls of reset_sync_window()", "it must be called on all ranks"),
+    "passes": (
+        "micro-batches of the train step since the last update",
+        "reset() of a lockstep.TrainStep on some ranks only, in the middle of its micro-batches",
+    ),
 }
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import runpy
+import shutil
 import sys
 import tempfile
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -36,6 +39,11 @@ def precompile(words: Sequence[str]) -> int:
     if not options.script.is_file():
         print(f"lockstep precompile: there is no script {options.script}", file=sys.stderr)
         return 2
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"lockstep precompile: {options.out} cannot be a folder: {error.strerror}", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory(prefix="lockstep-precompile-") as cache:
         # In a cache of its own, so that what is written holds everything that had to be compiled.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
@@ -43,23 +51,41 @@ def precompile(words: Sequence[str]) -> int:
         if options.world > 1 and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # kernels are made for a number of threads: that of lockstep run and torchrun
         making = precompiling.begin(options.out, options.world, options.updates)
+        making.leave = lambda: _leave(making, cache)
         install()
-        _run(options.script, theirs, making)
-    return _report(making)
+        status = _run(options.script, theirs, making)
+    return _report(making) or status
 
 
-def _run(script: Path, words: list[str], making: precompiling.Precompiling) -> None:
+def _run(script: Path, words: list[str], making: precompiling.Precompiling) -> int:
+    """Run the script until everything is written, or it ends; returns the exit status that it ended with."""
     sys.argv[:] = [str(script), *words]
     if not sys.flags.safe_path:
         sys.path.insert(0, str(script.resolve().parent))
+    status = 0
     try:
         runpy.run_path(str(script), run_name="__main__")
     except precompiling.Enough:
-        return
+        return 0
     except SystemExit as end:
-        if end.code not in (None, 0):
-            raise
+        status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        if status:
+            print(f"lockstep precompile: the script ended by sys.exit({end.code!r})", file=sys.stderr)
+    except Exception as error:
+        traceback.print_exc()
+        print(f"lockstep precompile: the script raised {type(error).__name__}", file=sys.stderr)
+        status = EXIT_NOTHING
     making.end()
+    return status
+
+
+def _leave(making: precompiling.Precompiling, cache: str) -> NoReturn:
+    """End the process: the script catches everything, and would train on."""
+    status = _report(making)
+    shutil.rmtree(cache, ignore_errors=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _report(making: precompiling.Precompiling) -> int:

@@ -152,6 +152,7 @@ class Closing:
             num_buckets=reducer.num_buckets_reduced,
             skipped=tuple(bucket.shown_names for bucket in reducer.buckets if bucket.skipped),
             resets=step.num_resets,
+            passes=step.num_passes_told,
         )
 
     # ---------------------------------------------------------------- who used what

@@ -79,6 +79,7 @@ class SyncStep:
         self.num_windows = 0
         self.num_resets = 0
         self.num_updates = 0  # optimizer steps after a pass, see step_guard.py
+        self.num_passes_told = 0  # by a train step while it runs, which all ranks must run alike (program/passes.py)
         self.num_writes = 0  # by optimizers: some write without a tensor's version counting it
         self.has_fresh_gradients = False
         # Accumulated in passes that did not synchronise, and not reduced since.

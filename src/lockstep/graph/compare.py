@@ -29,6 +29,9 @@ _REASON = "compiled again because"
 _BAKED = "numbers of the host at "  # and the place in the program that put them into the graph
 _PLACE = re.compile(r'File "([^"]+)", line (\d+)')
 _MAX_SECTIONS = 8
+# The place of what no line of the user's has called, and of what no number tells.
+IN_BACKWARD = "a line of which the backward needs it"
+SOMEWHERE = "a line that is not known (the same numbers, another order of operations)"
 
 # What differs, as people call it, and its value: {"input x": "[4, 6] float32", "operation relu": "2 times", ...}
 Facts = dict[str, str]
@@ -60,12 +63,12 @@ def baked_numbers(gm: fx.GraphModule, otherwise: str = "") -> Facts:
     """The plain numbers in the calls of a graph, by the place in the user's program that made each call.
 
     What a rank asks of its process group while a graph is made (its rank, a coordinate) is such a number then.
-    ``otherwise`` is the place of calls of the user's for which no line is known.
+    ``otherwise`` is the place of calls that no line of the user's has made.
     """
     found: dict[str, list[str]] = {}
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            place = place_of(node) or (otherwise if node.meta.get("stack_trace") else "")
+            place = place_of(node) or otherwise
             if place and node.op.startswith("call_"):
                 name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
                 shown = [str(a) for a in (*node.args, *node.kwargs.values()) if not isinstance(a, fx.Node)]
@@ -74,14 +77,9 @@ def baked_numbers(gm: fx.GraphModule, otherwise: str = "") -> Facts:
     return {_BAKED + place: " ".join(calls) for place, calls in found.items()}
 
 
-def describe_program(gm: fx.GraphModule, inputs: str, loss: Any) -> Facts:
-    """The facts of a whole step that was traced; ``inputs`` is what its batches are like.
-
-    A trace knows the lines of modules; of the loss function it knows only that it is there.
-    """
-    code = getattr(loss, "__code__", None)
-    place = f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}" if code is not None else "the loss function"
-    return {"input batch": inputs, **baked_numbers(gm, place), _ALL: f"graph {digest_of(gm)}", _REASON: ""}
+def describe_program(gm: fx.GraphModule, inputs: str) -> Facts:
+    """The facts of a whole step that was traced; ``inputs`` is what its batches are like."""
+    return {"input batch": inputs, **baked_numbers(gm, IN_BACKWARD), _ALL: f"graph {digest_of(gm)}", _REASON: ""}
 
 
 def graph_digest(facts: Facts) -> str:
@@ -101,19 +99,24 @@ def place_of(node: fx.Node) -> str:
     return f"{users[-1][0].rsplit('/', 1)[-1]}:{users[-1][1]}" if users else ""
 
 
-def differing_places(board: Board, key: str, mine: Facts) -> list[str]:
-    """Where other ranks' graphs have other numbers in the place of this one's; of ranks that have told theirs."""
-    found = []
+def differing_places(board: Board, key: str, mine: Facts, unknown: str = "") -> list[str]:
+    """Where other ranks' graphs have other numbers in the place of this one's; of ranks that have told theirs.
+
+    ``unknown`` is told where graphs differ and no number does.
+    """
+    found: list[str] = []
+    differ = False
     for rank in range(board.world):
         text = board.read(f"{key}/of rank {rank}") if rank != board.rank else None
         theirs: Facts = json.loads(text) if text else mine
         if _inputs(theirs) != _inputs(mine):
             continue  # other shapes make other numbers
+        differ = differ or theirs.get(_ALL) != mine.get(_ALL)
         for fact in dict.fromkeys([*mine, *theirs]):
             place = fact.removeprefix(_BAKED)
             if place != fact and mine.get(fact) != theirs.get(fact) and place not in found:
                 found.append(place)
-    return found
+    return found or ([unknown] if differ and unknown else [])
 
 
 def _inputs(facts: Facts) -> Facts:

@@ -33,6 +33,7 @@ from lockstep.program.places import shown
 from lockstep.program.reasons import JOINED, takes_rate_as_tensor
 from lockstep.program.recipe import Recipe
 from lockstep.program.record import Record
+from lockstep.program.restless import Kind, Restless
 from lockstep.program.together import Together
 from lockstep.program.windows import WindowCounts, missing_in_proof, note_replay
 
@@ -68,12 +69,13 @@ class Captured:
         self._together = together
         self._machine = machine
         self._record = record
-        self._programs: dict[Hashable, Program] = {}
+        self._programs: dict[Kind, Program] = {}
         self._seen: Counter[Hashable] = Counter()
         self._waits: dict[Hashable, list[str]] = {}
         self._refused: dict[Hashable, str] = {}
         self._never = ""  # why no step at all can be captured
         self._surroundings = Surroundings(recipe)
+        self._restless = Restless(self._surroundings, recipe.options)
         self._rates: Rates | None = None
         self._rates_are_baked = not all(map(takes_rate_as_tensor, recipe.options.optimizers))
         self._memory: Hashable = None
@@ -92,7 +94,12 @@ class Captured:
     def micro(self, tree: Any, index: int, *, is_last: bool) -> Any:
         """Run micro-step ``index`` of a window, with the update if it is the last."""
         batch = Batch.of(tree)
+        if index > 0:
+            self._take_edits()
         key = self._key(batch, index, is_last)
+        restless = self._restless.look(key, batch, is_new=key not in self._programs and not self._seen[key])
+        if restless and not self._never:
+            self._record.fall_back(restless)
         program = self._programs.get(key)
         is_other = self._trained.has_changed(self._recipe.parameters, index)
         can = not is_other and (program is not None or self._may_capture(key, batch))
@@ -100,6 +107,7 @@ class Captured:
             self._record.fall_back(JOINED)
             return self._loop(tree, index, is_last, key)
         if not self._together.all_can(can, index):
+            self._record.unable |= self._together.unable if can else set()
             return self._loop(tree, index, is_last, key)
         with self._together.compared():
             if program is None:
@@ -110,17 +118,17 @@ class Captured:
                     return self._loop(tree, index, is_last, key)
             return self._replay(program, batch, is_last=is_last)
 
-    def _key(self, batch: Batch, index: int, is_last: bool) -> Hashable:
+    def _key(self, batch: Batch, index: int, is_last: bool) -> Kind:
         recipe = self._recipe
         optimizers = recipe.options.optimizers
         memory = memory_of(recipe.parameters, optimizers)
         if memory != self._memory:
             self._forget_programs(memory)
-        baked = optimizer_settings(optimizers, with_rates=self._rates_are_baked)
+        baked = optimizer_settings(optimizers, with_rates=self._rates_are_baked) if is_last else ()
         amp = (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
         # Middle micro-steps are alike; the first clears gradients.
         kind = (index == 0, is_last)
-        return (kind, batch.key, self._surroundings.values(), baked, trains(recipe.parameters), amp)
+        return Kind(kind, batch.key, self._surroundings.values(), baked, trains(recipe.parameters), amp)
 
     def _forget_programs(self, memory: Hashable) -> None:
         """Parameters or states lie elsewhere now: what was captured would write to where they were."""
@@ -132,7 +140,7 @@ class Captured:
 
     # ---------------------------------------------------------------- whether
 
-    def _may_capture(self, key: Hashable, batch: Batch) -> bool:
+    def _may_capture(self, key: Kind, batch: Batch) -> bool:
         if self._never or key in self._refused or self._seen[key] < WARMUP_CALLS:
             return False
         if batch.opaque:
@@ -151,6 +159,9 @@ class Captured:
                 f"there are {len(self._programs)} programs already (max_programs={self._recipe.options.max_programs}), "
                 f"for batches of {shapes}; the loop runs batches of {batch.shown()}"
             )
+            alike = [kind for kind in self._programs if (kind.moment, kind.batch) == (key.moment, key.batch)]
+            if alike:  # they are not for other batches
+                reason += f"; this has changed since: {self._restless.difference(alike[-1], key, '', '')[0]}"
             return self._refuse(key, reason, warn=True)
         return True
 
@@ -195,6 +206,8 @@ class Captured:
             self._record.fall_back(changed)
         if len(self._seen) > _MAX_KINDS:
             self._seen.clear()  # of a program that never sees the same twice
+            self._refused.clear()
+            self._waits.clear()
         return result
 
     def _walk(self, batch: Any, index: int, is_last: bool) -> Any:
@@ -232,6 +245,20 @@ class Captured:
             places = zip(self._recipe.parameters, self._kept, self._trained.as_it_began, strict=True)
             for parameter, kept, has_one in places:
                 parameter.grad = kept.detach() if has_one else None
+
+    def _take_edits(self) -> None:
+        """Between two micro-steps the user may have done something to ``.grad``: it is done to what programs add to."""
+        if self._kept is None:
+            return
+        places = zip(self._recipe.parameters, self._kept, self._trained.as_it_began, strict=True)
+        for parameter, kept in [(parameter, kept) for parameter, kept, has_one in places if has_one]:
+            if parameter.grad is None:
+                kept.zero_()
+            elif parameter.grad.data_ptr() != kept.data_ptr():
+                kept.copy_(parameter.grad)
+            else:
+                continue
+            parameter.grad = kept.detach()
 
     # ---------------------------------------------------------------- capture
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lockstep import torch_private
-from lockstep.engine.bucket import LiveBucket
+from lockstep.engine.bucket import LiveBucket, Slot
 from lockstep.engine.step_guard import before_update
 
 _TAGS = (torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe, torch.Tag.pt2_compliant_tag)
@@ -49,6 +49,11 @@ def let_in(serial: int, receiver: Receiver) -> None:
     _deliveries[serial] = receiver
 
 
+def trained(bucket: LiveBucket) -> list[Slot]:
+    """What of a bucket is not frozen: a program is made for that, and brings nothing else."""
+    return [slot for slot in bucket.slots if slot.parameter.requires_grad]
+
+
 class Delivery:
     """The way of one wrapped model's gradients out of a program, and back into it."""
 
@@ -74,14 +79,15 @@ class Delivery:
         buckets = self.step.reducer.buckets
         tokens = [
             torch.ops.lockstep.program_launch(
-                [gradients[id(slot.leaf)] for slot in bucket.slots], [], self.serial, bucket.index
+                [gradients[id(slot.leaf)] for slot in trained(bucket)], [], self.serial, bucket.index
             )
             for bucket in buckets
+            if trained(bucket)
         ]
         flats = torch.ops.lockstep.program_collect(tokens, self.serial)
         found: dict[int, Tensor] = {}
         for bucket, flat in zip(buckets, flats, strict=True):
-            for slot in bucket.slots:
+            for slot in trained(bucket):
                 part = flat.as_strided(slot.shape, slot.stride, slot.offset)
                 found[id(slot.leaf)] = part.to(slot.parameter.dtype)
         return found
@@ -101,10 +107,10 @@ class Delivery:
         step = self.step
         if not step.is_in_pass:
             step.begin_pass()
-            for due in step.reducer.buckets:
-                step.intake.expect_delivery(due, due.slots)
+            for due in filter(trained, step.reducer.buckets):
+                step.intake.expect_delivery(due, trained(due))
         bucket: LiveBucket = step.reducer.buckets[index]
-        step.intake.take_delivery(bucket, bucket.slots, gradients)
+        step.intake.take_delivery(bucket, trained(bucket), gradients)
 
     def collect(self) -> list[Tensor]:
         """End the window: compare with the other ranks, and take the reduced buckets."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import torch_private
-from lockstep.program.guards import optimizer_settings
+from lockstep.program.guards import Settings
 from lockstep.program.options import Options
 from lockstep.program.parts import Parallel
 from lockstep.shard import ShardedModule
@@ -25,8 +25,11 @@ from lockstep.version import __version__
 _MOST_SHOWN = 6
 
 
-def facts_of(options: Options, parallel: Parallel, told: dict[str, str]) -> dict[str, str]:
-    """Everything that must be the same where an artifact is made and where it is used; ``told`` is of the step."""
+def facts_of(options: Options, parallel: Parallel, told: dict[str, str], settings: Settings) -> dict[str, str]:
+    """Everything that must be the same where an artifact is made and where it is used; ``told`` is of the step.
+
+    ``settings`` are those of the optimizers when the step was made: a schedule may have moved them since.
+    """
     facts = {
         "Lockstep": __version__,
         "torch": f"{torch.__version__} ({torch.version.git_version})",
@@ -40,10 +43,8 @@ def facts_of(options: Options, parallel: Parallel, told: dict[str, str]) -> dict
         "float32 matmul precision": torch.get_float32_matmul_precision(),
         **{name: value for name, value in told.items() if name != "max_programs"},
     }
-    settings = optimizer_settings(options.optimizers, with_rates=False)
-    assert isinstance(settings, tuple)
     sizes = [len(group["params"]) for o in options.optimizers for group in o.param_groups]
-    for index, (group, size) in enumerate(zip(settings, sizes, strict=True)):
+    for index, (group, size) in enumerate(zip(settings, sizes, strict=False)):
         facts[f"parameter group {index} of the optimizers"] = f"{size} parameters, {dict(group)}"
     facts["loss function"] = _code(options.loss)
     facts |= _model(options)

@@ -93,6 +93,30 @@ class Surroundings:
         where = self._world.changed(before[1])
         return f"the step changes what Python holds ({where})" if where else ""
 
+    def versions(self) -> dict[int, tuple[int, str]]:
+        """What to give ``written`` after a step."""
+        return self._world.versions()
+
+    def written(self, before: dict[int, tuple[int, str]]) -> str:
+        """Say which tensor a step has written to that no program is given, or would write back; empty if none."""
+        now = self._world.versions()
+        found = [label for key, (version, label) in before.items() if key in now and now[key][0] != version]
+        where = f" ({found[0]})" if found and found[0] else ""
+        return f"the step writes to a tensor that is no buffer of the model{where}" if found else ""
+
+    def named(self, before: tuple[Any, ...]) -> tuple[str, bool]:
+        """What is not what it was, for people, and whether it may be a number; something is."""
+        numbers = self.numbers.changed(before[0])
+        if numbers:
+            return f"{', '.join(numbers[:5])} (of the model)", True
+        where = self._world.changed(before[1])
+        if where:
+            return f"what Python holds ({where})", True
+        variables = sorted({os.fsdecode(name) for name, _ in before[3] ^ self._environment.value()})
+        if variables:
+            return f"{', '.join(variables[:5])} (of the environment)", False
+        return "what hooks there are, or what the model consists of", False
+
     def objects(self) -> list[Any]:
         """What a program has to keep alive, since it knows it by identity."""
         return self._world.objects()
@@ -110,17 +134,34 @@ class Surroundings:
         )
 
 
-def optimizer_settings(optimizers: Sequence[torch.optim.Optimizer], *, with_rates: bool) -> Hashable:
-    """The settings of optimizers, without what is a tensor."""
+Settings = tuple[tuple[tuple[str, Hashable], ...], ...]  # by group of parameters
+
+
+def optimizer_settings(optimizers: Sequence[torch.optim.Optimizer], *, with_rates: bool) -> Settings:
+    """The settings of optimizers, without what is a tensor; of torch's own without what others keep in its groups."""
     return tuple(
         tuple(
-            (name, value if not isinstance(value, (list, tuple)) else tuple(value))
+            (name, _hashable(value))
             for name, value in group.items()
-            if name not in _NO_SETTINGS and (with_rates or name != "lr") and not isinstance(value, Tensor)
+            if name not in _NO_SETTINGS
+            and (with_rates or name != "lr")
+            and not isinstance(value, Tensor)
+            and (name in optimizer.defaults or not _is_torchs(optimizer))
         )
         for optimizer in optimizers
         for group in optimizer.param_groups
     )
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _hashable(value: Any) -> Hashable:
+    """A setting as something that can be compared and looked up."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_hashable, value))
+    return value if isinstance(value, Hashable) else repr(value)
 
 
 def memory_of(parameters: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> Hashable:

@@ -47,6 +47,10 @@ def why_not_graph(options: Options, parallel: Parallel) -> list[str]:
         if torch_private.has_hooks(parameter, num_ours=1 if parallel.wrappers else 0):
             found.append(f"a hook looks at the gradient of {name}")
             break
+    for name, parameter in options.model.named_parameters() if parallel.wrappers else ():
+        if hasattr(parameter, "device_mesh"):
+            found.append(f"{name} is a DTensor, of which a wrapper reduces the part that a rank has from Python")
+            break
     if options.average is not None and not isinstance(options.average, float):
         found.append("the weight average is kept by Python code of its own; average=0.999 is a part of the program")
     return found

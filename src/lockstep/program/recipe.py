@@ -18,6 +18,7 @@ from torch import Tensor
 from lockstep.program.averaging import WeightAverage
 from lockstep.program.batch import map_tensors
 from lockstep.program.by_bucket import BucketUpdates
+from lockstep.program.changing import Numbers
 from lockstep.program.options import Options
 from lockstep.program.parts import Parallel
 
@@ -34,6 +35,7 @@ class Recipe:
         self.grad_norm: Tensor | None = None  # of the last update, before it was clipped
         self.compute: Callable[[Any], Any] = self._compute  # what is compiled, where something is
         self._device = parallel.device
+        self.numbers = Numbers(options.optimizers, parallel.device)  # what a program reads of optimizers in each step
         self.by_bucket: BucketUpdates | None = None  # where updates are made bucket by bucket
 
     def follow_optimizers(self) -> None:

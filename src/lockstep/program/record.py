@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 logger = logging.getLogger("lockstep")
 
+_MOST_REASONS = 64  # each names a batch or a place; a training that always finds new ones has said enough
+
 
 @dataclass
 class Record:
@@ -21,11 +23,11 @@ class Record:
     num_replays: int = 0
     num_captures: int = 0
     num_graph_calls: int = 0
-    rank: int = 0
+    unable: set[int] = field(default_factory=set)  # other ranks for which this one walked through the loop
 
     def fall_back(self, reason: str, *, warn: bool = False) -> None:
         """Say once why the loop runs instead of a program."""
-        if reason in self.reasons:
+        if reason in self.reasons or len(self.reasons) >= _MOST_REASONS:
             return
         self.reasons.append(reason)
         if warn:
@@ -38,6 +40,14 @@ class Record:
     def note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
+
+    def all_notes(self) -> list[str]:
+        """The notes, and for whose sake this rank ran the loop."""
+        if not self.unable:
+            return list(self.notes)
+        ranks = ", ".join(map(str, sorted(self.unable)[:8])) + (", ..." if len(self.unable) > 8 else "")
+        text = f"some steps ran by the loop because rank {ranks} had no program for them; explain() there says why"
+        return [*self.notes, text]
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,11 @@ from lockstep.program.by_bucket import BucketUpdates, why_not_by_bucket
 from lockstep.program.captured import Captured
 from lockstep.program.cuda import CudaMachine
 from lockstep.program.facts import facts_of
+from lockstep.program.guards import optimizer_settings
 from lockstep.program.loading import Loading, Source
 from lockstep.program.options import Mode, Options, check_options
 from lockstep.program.parts import Parallel
+from lockstep.program.passes import Passes
 from lockstep.program.reasons import JOINED, why_not_captured, why_not_graph
 from lockstep.program.recipe import Recipe
 from lockstep.program.record import Record, StepExplanation
@@ -89,6 +91,8 @@ class TrainStep:
         self._recipe = Recipe(options, self._parallel)
         self._together = Together(self._parallel, self._options.optimizers)
         self._record = Record(asked=mode)
+        self._passes = Passes(self._parallel, options.accumulate)
+        self._settings = optimizer_settings(options.optimizers, with_rates=False)
         self._runner: _Loop | Captured | Whole | None = None
         self._micro = 0
         self.num_updates = 0
@@ -104,7 +108,8 @@ class TrainStep:
         index, is_last = self._micro, self.is_last
         if index == 0:
             self._recipe.follow_optimizers()
-        result = self._runner.micro(batch, index, is_last=is_last)
+        with self._passes.counted(index, is_last=is_last):
+            result = self._runner.micro(batch, index, is_last=is_last)
         if is_last:
             self._recipe.follow()
             self.num_updates += 1
@@ -124,7 +129,11 @@ class TrainStep:
         return self._recipe.grad_norm
 
     def reset(self) -> None:
-        """Begin a window anew, after an error that was caught: the next call is the first of its micro-batches."""
+        """Begin a window anew, after an error that was caught: the next call is the first of its micro-batches.
+
+        In the middle of micro-batches it is for all ranks: they compare how many they have run.
+        """
+        self._passes.drop(self._micro)
         self._micro = 0
         self._recipe.begin()
 
@@ -193,7 +202,7 @@ class TrainStep:
         """Say which mode runs, why, and what was made so far; after a step or two there is most to say."""
         record, runner = self._record, self._runner
         programs: list[str] = []
-        notes = list(record.notes)
+        notes = record.all_notes()
         if isinstance(runner, Captured):
             programs = [f"batches of {p.shown}, replayed {p.num_replays} times" for p in runner.programs]
         elif isinstance(runner, Whole):
@@ -226,11 +235,21 @@ class TrainStep:
         if self._parallel.rank != 0:
             return ""
         programs = [p.digest for p in self._runner.programs] if isinstance(self._runner, Whole) else []
+        if self._runner is None or (isinstance(self._runner, Whole) and not programs):
+            raise RuntimeError(
+                "Nothing was compiled that could be saved, of this step at least: run at least two windows of batches "
+                "first. step.explain() says what runs."
+            )
         made = loading.make(self._artifact_facts(), self._parallel, programs)
         return made.write(Path(path))
 
+    @property
+    def _waits_for_program(self) -> bool:
+        """Whether a program is to run and there is none yet: settings that change may take a few updates more."""
+        return isinstance(self._runner, Whole) and not self._runner.programs and not self._record.reasons
+
     def _artifact_facts(self) -> dict[str, str]:
-        return facts_of(self._options, self._parallel, _facts(self._options))
+        return facts_of(self._options, self._parallel, _facts(self._options), self._settings)
 
     # ---------------------------------------------------------------- state
 
@@ -255,6 +274,7 @@ class TrainStep:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` gave."""
         self.num_updates = int(state["num_updates"])
+        self._passes.drop(self._micro)
         self._micro = 0
         if self._recipe.average is not None:
             self._recipe.average.load(state.get("averages", {}))

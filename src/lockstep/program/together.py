@@ -45,6 +45,7 @@ class Together:
         self._wrappers = parallel.wrappers
         self._sharded = parallel.sharded[:1]
         self._serials = []
+        self.unable: set[int] = set()  # the ranks that could not run the last step as a program
         self.words: dict[int, str] = {}  # what each rank said in ``agree``; of nobody where there is one rank
         for wrapper in self._wrappers:  # ranks make the steps of one wrapper in the same order
             made = _num_steps.setdefault(wrapper, Counter())
@@ -81,6 +82,7 @@ class Together:
 
     def all_can(self, can: bool, micro: int) -> bool:
         """Whether every rank can run this step as a program; compares where ranks are, too."""
+        self.unable = set()
         for step in self._parallel.steps:
             union = step.closing.union
             control = union.control
@@ -103,6 +105,7 @@ class Together:
                 with step.telling_peers():
                     step.drift.judge(step, {rank: Words(*numbers[3:5]) for rank, numbers in enumerate(everyones)})
             can = all(numbers[1] for numbers in everyones)
+            self.unable |= set(control.board.by_global({r: "" for r, told in enumerate(everyones) if not told[1]}))
             self._judge(step, [numbers[2] for numbers in everyones])
         return can
 

@@ -1,13 +1,14 @@
 """The whole step as one function of tensors: what is traced, and then compiled as one program.
 
 Parameters, buffers, the state of optimizers, averages and accumulated gradients go in and are changed in place; so do
-the scale of a gradient scaler and its count.  Learning rates go in.  What comes out is what the loss function returned.
+the scale of a gradient scaler and its count.  Learning rates go in, and settings of optimizers that keep changing.
+What comes out is what the loss function returned.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,12 +18,18 @@ from torch import Tensor, nn
 
 from lockstep import torch_private
 from lockstep.engine.bucket import local_part
+from lockstep.graph.compare import place_of
 from lockstep.program.batch import Batch, map_tensors, tensors_in
 from lockstep.program.deliver import Delivery
+from lockstep.program.places import operator_shown
 from lockstep.program.recipe import Recipe, loss_of
 from lockstep.program.shard_trace import ShardTrace
 from lockstep.program.shards import Shards
 from lockstep.program.untraceable import Untraceable
+
+
+class StateIsMissing(Exception):
+    """An optimizer has not made its state yet: a scaler has skipped every step so far."""
 
 
 @dataclass
@@ -55,8 +62,9 @@ class _Holder(nn.Module):
         self.model = recipe.options.model
         self._loss = recipe.options.loss
 
-    def forward(self, batch: Any) -> Any:
-        return self._loss(self.model, batch)
+    def forward(self, batch: Any, backward: Any) -> Any:
+        """Run the backward too: what it computes again (a checkpoint) is of the same parameters."""
+        return backward(self._loss(self.model, batch))
 
 
 class WholeStep:
@@ -134,10 +142,14 @@ class WholeStep:
         leaves = [t.detach().requires_grad_(p.requires_grad) for t, p in zip(given.parameters, originals, strict=True)]
         named = {f"model.{self._names[id(p)]}": leaf for p, leaf in zip(originals, leaves, strict=True)}
         named |= {f"model.{name}": tensor for name, tensor in zip(self._buffers, given.buffers, strict=True)}
+        trained = [(p, leaf) for p, leaf in zip(originals, leaves, strict=True) if leaf.requires_grad]
+
+        def backward(result: Any) -> tuple[Any, Any]:
+            share = self._share(result, given)
+            return result, torch.autograd.grad(share, [leaf for _, leaf in trained], allow_unused=True)
+
         with torch.enable_grad(), _plain_forwards(self._recipe):
-            result, share = self._forward(given, named)
-            trained = [(p, leaf) for p, leaf in zip(originals, leaves, strict=True) if leaf.requires_grad]
-            found = torch.autograd.grad(share, [leaf for _, leaf in trained], allow_unused=True)
+            result, found = self._run(given, named, backward)
         gradients = {id(p): g.detach() for (p, _), g in zip(trained, found, strict=True) if g is not None}
         if self._delivery is not None or self._options.accumulate > 1:
             self._require_all(gradients)
@@ -145,18 +157,28 @@ class WholeStep:
 
     def _forward_backward_of_shards(self, given: Inputs, trace: ShardTrace) -> tuple[Any, dict[int, Tensor]]:
         named = {f"model.{name}": tensor for name, tensor in zip(self._buffers, given.buffers, strict=True)}
+
+        def backward(result: Any) -> tuple[Any, Any]:
+            return result, trace.gradients(self._share(result, given))
+
         with torch.enable_grad(), _plain_forwards(self._recipe), trace.running():
-            result, share = self._forward(given, named)
-            gradients = trace.gradients(share)
+            result, gradients = self._run(given, named, backward)
         self._require_all(gradients)
         return result, gradients
 
-    def _forward(self, given: Inputs, named: dict[str, Tensor]) -> tuple[Any, Tensor]:
-        """What the loss function returns for tensors in the place of the model's, and what the backward begins with."""
-        result = torch.func.functional_call(_Holder(self._recipe), named, (self._batch.rebuilt(given.batch),))
+    def _run(self, given: Inputs, named: dict[str, Tensor], backward: Callable[[Any], tuple[Any, Any]]) -> Any:
+        """Run forward and backward with these tensors in the place of the model's."""
+        return torch.func.functional_call(_Holder(self._recipe), named, (self._batch.rebuilt(given.batch), backward))
+
+    def _share(self, result: Any, given: Inputs) -> Tensor:
+        """What the backward of a micro-step begins with."""
         loss = loss_of(result)
         share = loss / self._options.accumulate if self._options.accumulate > 1 else loss
-        return result, share * given.scale[0].to(share.dtype) if self._options.scales else share
+        if self._options.scales:
+            share = share * given.scale[0].to(share.dtype)
+        if _has_reentrant_checkpoint(share.grad_fn):
+            raise Untraceable("a checkpoint with use_reentrant=True runs a backward of its own inside of the backward")
+        return share
 
     def _require_all(self, gradients: dict[int, Tensor]) -> None:
         unused = [self._names[id(p)] for p in self._recipe.parameters if p.requires_grad and id(p) not in gradients]
@@ -251,8 +273,9 @@ class WholeStep:
             pairs.append((tensor, copied))
             return copied
 
-        for group in optimizer.param_groups:
-            changed = {**group, "params": [], "lr": next(rates)}
+        numbers = self._recipe.numbers
+        for index, group in enumerate(optimizer.param_groups):
+            changed = {**group, "params": [], **numbers.in_place(optimizer, index, rates)}
             # Its own kernels are the compiler's to make; one launch per group would only be in their way.
             changed |= {name: value for name, value in _COMPILED_SETTINGS.items() if name in group}
             for parameter in group["params"]:
@@ -266,10 +289,18 @@ class WholeStep:
                     for name, value in optimizer.state.get(parameter, {}).items()
                 }
             stand_in.param_groups.append(changed)
-        with torch.no_grad(), torch_private.as_if_compiling():
+        with torch.no_grad(), torch_private.as_if_compiling(), numbers.as_inputs():
             type(optimizer).step(stand_in)
-        for tensor in mine.values():
+        for parameter, tensor in [
+            (p, mine[id(p)]) for group in optimizer.param_groups for p in group["params"] if id(p) in mine
+        ]:
             tensor.grad = None
+            known = optimizer.state.get(parameter, {})
+            if any(
+                isinstance(v, Tensor) and not isinstance(known.get(n), Tensor)
+                for n, v in stand_in.state[tensor].items()
+            ):
+                raise StateIsMissing  # it would be made anew by every run, and lost
         for old, new in pairs:
             assert found_inf is not None
             old.copy_(torch.where(found_inf > 0, old, new))
@@ -298,6 +329,43 @@ def _update_scale(scaler: Any, scale: Sequence[Tensor], found_inf: Sequence[Tens
     grown = torch.where(is_full & grown.isfinite(), grown, value)
     value.copy_(torch.where(is_bad, value * scaler.get_backoff_factor(), grown))
     held.copy_(torch.where(is_bad | is_full, torch.zeros_like(held), held_now))
+
+
+def _has_reentrant_checkpoint(root: Any) -> bool:
+    """Whether autograd's graph has such a checkpoint in it: its gradients would be added to ``.grad``, out of sight."""
+    seen, waiting = {root}, [root]
+    while waiting:
+        node = waiting.pop()
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        following = {inner for inner, _ in node.next_functions if inner is not None} - seen
+        seen |= following
+        waiting += following
+    return False
+
+
+def why_no_program(graph: Any) -> str:
+    """Why a step that was traced cannot be a program all the same; empty if it can.
+
+    Collectives in place are C++ that takes a process group as an object; a trace of one also draws random numbers of
+    Python.  A size that depends on values is a symbol in the trace, and a program has none.
+    """
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._local_scalar_dense.default):
+        return f"the step asks for a number at {_place(node)}"
+    for node in graph.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "call_function" and getattr(node.target, "namespace", "") == "c10d":
+            name = str(node.target).removeprefix("c10d.").removesuffix(".default").strip("_")
+            what = f"a collective of torch.distributed ({name}) runs in place at {_place(node)}"
+            return f"{what}; functional ones can be traced"
+        if isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape):
+            what = f"the shape of what {operator_shown(node.target)} returns depends on the values of a tensor"
+            return f"{what} (at {_place(node)})"
+    return ""
+
+
+def _place(node: Any) -> str:
+    return place_of(node) or "a line of the loss function"
 
 
 @contextmanager

@@ -14,19 +14,21 @@ from torch import Tensor
 
 from lockstep import torch_private
 from lockstep.graph import tuning
-from lockstep.graph.compare import compare, describe_program, differing_places, digest_of, place_of
+from lockstep.graph.compare import IN_BACKWARD, SOMEWHERE, compare, describe_program, differing_places, digest_of
 from lockstep.graph.turns import take_turn
 from lockstep.program.batch import Batch, map_tensors
+from lockstep.program.changing import NotTaken
 from lockstep.program.deliver import Delivery, launch_early
 from lockstep.program.guards import HostRandomness, Surroundings, TrainedInWindow, memory_of, optimizer_settings, trains
 from lockstep.program.optimizers import keeps_python_state, move_step_counts
-from lockstep.program.places import shown
+from lockstep.program.places import why_not_traced
 from lockstep.program.reasons import JOINED
 from lockstep.program.recipe import Recipe
 from lockstep.program.record import Record
+from lockstep.program.restless import Kind, Restless
 from lockstep.program.shards import Shards, keep_order
 from lockstep.program.together import Together
-from lockstep.program.traced import WholeStep
+from lockstep.program.traced import StateIsMissing, WholeStep, why_no_program
 from lockstep.program.untraceable import Untraceable
 from lockstep.program.windows import note_replay
 
@@ -55,11 +57,12 @@ class Whole:
         self._recipe = recipe
         self._together = together
         self._record = record
-        self._programs: dict[Hashable, GraphProgram] = {}
+        self._programs: dict[Kind, GraphProgram] = {}
         self._seen: Counter[Hashable] = Counter()
         self._refused: set[Hashable] = set()
         self._never = ""  # why no step at all can be a program
         self._surroundings = Surroundings(recipe)
+        self._restless = Restless(self._surroundings, recipe.options)
         self._memory: Hashable = None
         wrappers = recipe.parallel.wrappers
         sharded = recipe.parallel.sharded
@@ -69,16 +72,27 @@ class Whole:
         self._sum_of: dict[int, Tensor] = {}
         self._has_sum: set[int] = set()
         self._trained = TrainedInWindow()
-        groups = [group for optimizer in recipe.options.optimizers for group in optimizer.param_groups]
-        self._groups = groups
-        device = recipe.parallel.device
-        dtype = torch.float64 if device.type == "cpu" else torch.float32
-        self._rates = [torch.zeros((), dtype=dtype, device=device) for _ in groups]
 
     # ---------------------------------------------------------------- one micro-step
 
     def micro(self, tree: Any, index: int, *, is_last: bool) -> Any:
         """Run micro-step ``index`` of a window, with the update if it is the last."""
+        if self._recipe.options.accumulate == 1 or self._shards is not None:
+            return self._micro(tree, index, is_last)  # of shards nobody sees what is added up
+        if index == 0:
+            self._has_sum.clear()
+        else:
+            self._put_away()
+        is_closed = False
+        try:
+            result = self._micro(tree, index, is_last)
+            is_closed = is_last
+        finally:
+            if not is_closed:
+                self._lay_out()
+        return result
+
+    def _micro(self, tree: Any, index: int, is_last: bool) -> Any:
         recipe = self._recipe
         tree = recipe.moved(tree)
         if recipe.parallel.is_joined:
@@ -87,17 +101,21 @@ class Whole:
         is_kept = self._is_kept_from_it()
         batch = Batch.of(tree)
         key = self._key(batch, index, is_last)
+        restless = self._restless.look(key, batch, is_new=key not in self._programs and not self._seen[key])
+        if restless and not self._never:
+            self._record.fall_back(restless)
         is_other = self._trained.has_changed(recipe.parameters, index) or is_kept
         program = None if is_other else self._programs.get(key)
         if program is None and not is_other and self._may_trace(key, batch):
             try:
                 program = self._programs[key] = self._make(batch, index, is_last)
+            except StateIsMissing:
+                pass  # the loop makes it, when a scaler lets it
             except Exception as error:
-                self._refuse(
-                    key, f"it cannot be one program: {error if isinstance(error, Untraceable) else shown(error)}"
-                )
+                self._refuse(key, f"it cannot be one program: {_why(error)}")
         # All or none: a program rounds an update in other places than the loop, and ranks would drift apart by that.
         if not self._together.all_can(program is not None, index) or program is None:
+            self._record.unable |= self._together.unable if program is not None else set()
             return self._loop(tree, index, is_last, key)
         with self._together.compared():  # just now: the end of the window needs no exchange of its own
             return self._run(program, batch, index, is_last)
@@ -109,7 +127,7 @@ class Whole:
             self._record.fall_back(reason)
         return bool(reason)
 
-    def _key(self, batch: Batch, index: int, is_last: bool) -> Hashable:
+    def _key(self, batch: Batch, index: int, is_last: bool) -> Kind:
         recipe = self._recipe
         optimizers = recipe.options.optimizers
         plans = [wrapper.plan for wrapper in recipe.parallel.wrappers]
@@ -123,12 +141,16 @@ class Whole:
             self._memory = memory
         device = recipe.parallel.device.type
         amp = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        baked = optimizer_settings(optimizers, with_rates=False)
+        baked: Hashable = ()
+        if is_last:
+            if recipe.numbers.follow():  # what held the settings that are inputs now will not be used again
+                self._programs = {kind: made for kind, made in self._programs.items() if not kind.moment[1]}
+            baked = recipe.numbers.kind(optimizer_settings(optimizers, with_rates=False))
         around = self._surroundings.values()
         units = self._shards.key() if self._shards is not None else ()
-        return ((index == 0, is_last), batch.key, around, baked, trains(recipe.parameters), amp, units)
+        return Kind((index == 0, is_last), batch.key, around, baked, trains(recipe.parameters), amp, units)
 
-    def _may_trace(self, key: Hashable, batch: Batch) -> bool:
+    def _may_trace(self, key: Kind, batch: Batch) -> bool:
         if self._never or key in self._refused or self._seen[key] < WARMUP_CALLS:
             return False
         options = self._recipe.options
@@ -147,6 +169,9 @@ class Whole:
                 f"there are {len(self._programs)} programs already (max_programs={options.max_programs}), for batches "
                 f"of {shapes}; the loop runs batches of {batch.shown()}"
             )
+            alike = [kind for kind in self._programs if (kind.moment, kind.batch) == (key.moment, key.batch)]
+            if alike:  # they are not for other batches
+                reason += f"; this has changed since: {self._restless.difference(alike[-1], key, '', '')[0]}"
             return self._refuse(key, reason, warn=True)
         return True
 
@@ -164,38 +189,48 @@ class Whole:
         if index == 0:
             recipe.begin()
             self._has_sum.clear()
-        for parameter in recipe.parameters:
-            if id(parameter) in self._has_sum:
-                self._holder_of(parameter).grad = self._sum_of[id(parameter)].detach()
+        self._lay_out()
         if self._shards is not None and self._has_sum:
             self._shards.note_local(self._has_sum)
-        before = self._surroundings.values()
+        before, versions = self._surroundings.values(), self._surroundings.versions()
         result = recipe.micro(tree, is_last=is_last)
         if is_last:
             recipe.update()
-        else:
+        elif recipe.options.accumulate > 1:
             self._put_away()
         self._record.num_loop_calls += 1
-        if not self._never and (changed := self._surroundings.changed(before)):
+        changed = self._surroundings.changed(before) or self._surroundings.written(versions)
+        if not self._never and changed:
             self._never = changed
             self._record.fall_back(changed)
         if len(self._seen) > _MAX_KINDS:
             self._seen.clear()  # of a program that never sees the same twice
+            self._refused.clear()
         return result
 
     def _put_away(self) -> None:
-        """After a micro-step of the loop that is not the last: what is added up is in our sums, and nowhere else.
+        """Before a micro-step that is not the first, and after one of the loop: what is added up is in our sums alone.
 
-        A program that comes next adds to them and reduces the result; in ``.grad`` it would be reduced once more.
+        A program that comes next adds to them and reduces the result; in ``.grad`` it would be reduced once more.  What
+        the user did to ``.grad`` between two calls (``zero_grad()``, another tensor) is done to the sums.
         """
         for parameter in self._recipe.parameters:
             holder = self._holder_of(parameter)
             gradient, holder.grad = holder.grad, None
-            if gradient is not None:
-                sum_so_far = self._sum_for(parameter)
-                if gradient.data_ptr() != sum_so_far.data_ptr():
-                    sum_so_far.copy_(gradient)  # it was replaced, or the first: not added to
-                self._has_sum.add(id(parameter))
+            if gradient is None:
+                if self._shards is None:
+                    self._has_sum.discard(id(parameter))
+                continue
+            sum_so_far = self._sum_for(parameter)
+            if gradient.data_ptr() != sum_so_far.data_ptr():
+                sum_so_far.copy_(gradient)  # it was replaced, or the first: not added to
+            self._has_sum.add(id(parameter))
+
+    def _lay_out(self) -> None:
+        """Between two micro-steps: what is added up so far is where a loop has it, and the user's to change."""
+        for parameter in self._recipe.parameters:
+            if id(parameter) in self._has_sum:
+                self._holder_of(parameter).grad = self._sum_of[id(parameter)].detach()
 
     def _holder_of(self, parameter: Tensor) -> Tensor:
         """In whose ``.grad`` gradients add up until they are reduced: of a shard the whole parameter's."""
@@ -231,20 +266,20 @@ class Whole:
         if self._delivery is not None:
             self._delivery.enter()
         whole = WholeStep(recipe, batch, self._delivery, index, is_last)
-        inputs = whole.examples(whole.inputs(batch.tensors, self._rates, self._sums()))
+        inputs = whole.examples(whole.inputs(batch.tensors, recipe.numbers.tensors(), self._sums()))
         randomness, before = HostRandomness(), self._surroundings.values()
         try:
             graph = torch_private.trace_program(whole.function(inputs), inputs.flat())
         finally:
             drawn = [name for name in randomness.drawn() if not name.startswith("torch")]
             randomness.restore()
+        if why := why_no_program(graph):
+            raise Untraceable(why)
         if drawn:
             raise Untraceable(f"the step draws random numbers of the host ({', '.join(drawn)})")
         changed = self._surroundings.changed(before)
         if changed:
             raise Untraceable(changed)
-        for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten._local_scalar_dense.default):
-            raise Untraceable(f"the step asks for a number at {place_of(node) or 'a line of the loss function'}")
         launch_early(graph)
         if self._shards is not None:
             keep_order(graph)
@@ -261,10 +296,10 @@ class Whole:
         boards += [self._shards.team.board] if self._shards is not None else []
         for board in boards:
             if board is not None:
-                facts = describe_program(graph, batch.shown(), self._recipe.options.loss)
+                facts = describe_program(graph, batch.shown())
                 kind = "update" if is_last else "first micro-step" if index == 0 else "micro-step"
                 key = compare(board, f"the {kind} of a train step", facts)
-                return partial(differing_places, board, key, facts)
+                return partial(differing_places, board, key, facts, SOMEWHERE)
         return list
 
     # ---------------------------------------------------------------- running it
@@ -273,14 +308,12 @@ class Whole:
         recipe = self._recipe
         if index == 0:
             recipe.begin()
-        for rate, group in zip(self._rates, self._groups, strict=True):
-            rate.fill_(float(group["lr"]))
         wrappers = recipe.parallel.wrappers
         for wrapper in wrappers:
             with torch.enable_grad(), _syncing(wrapper, is_last):
                 wrapper._pre_forward()
         self._have_sums(index)
-        inputs = program.whole.inputs(batch.tensors, self._rates, self._sums())
+        inputs = program.whole.inputs(batch.tensors, recipe.numbers.tensors(), self._sums())
         if self._delivery is not None:
             self._delivery.enter()
         if self._shards is not None:
@@ -315,11 +348,16 @@ class Whole:
 
     def rank_is_baked_in_at(self) -> list[str]:
         """Places in the user's program where ranks have other numbers in their programs."""
-        return list(dict.fromkeys(place for p in self._programs.values() for place in p.differing_places()))
+        found = dict.fromkeys(place for p in self._programs.values() for place in p.differing_places())
+        return [place for place in found if place != IN_BACKWARD] or list(found)
 
     @property
     def programs(self) -> list[GraphProgram]:
         return list(self._programs.values())
+
+
+def _why(error: Exception) -> str:
+    return str(error) if isinstance(error, (Untraceable, NotTaken)) else why_not_traced(error)
 
 
 def _syncing(wrapper: Any, is_last: bool) -> Any:

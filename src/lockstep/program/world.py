@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import cache, partial
@@ -16,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lockstep.program.moving import place_look
 from lockstep.shard import ShardedModule
 
 _PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None)))
@@ -42,6 +44,7 @@ class World:
         self._seen: set[int] = set()
         self._looks: list[_Look] = []
         self._labels: list[str] = []
+        self._tensors: list[tuple[Tensor, str]] = []
         self._walk(self._roots[0], 0, "")
         self._walk(self._roots[1], 0, "")
         self._now = self._read()
@@ -61,6 +64,12 @@ class World:
         pairs = zip(self._labels, before, now, strict=False)
         return next((label for label, old, new in pairs if old != new), "") if now != before else ""
 
+    def versions(self) -> dict[int, tuple[int, str]]:
+        """How often each tensor that is neither a parameter nor a buffer was written to, and who holds it."""
+        model = self._roots[0]
+        known = {id(t) for t in (*model.parameters(), *model.buffers())}
+        return {id(t): (t._version, label) for t, label in self._tensors if id(t) not in known and not t.is_inference()}
+
     def objects(self) -> list[Any]:
         """What is compared by identity: whoever keeps ``values`` keeps these, or another object may get the number."""
         return [value for look in self._looks for value in look() if type(value) not in _PLAIN]
@@ -73,6 +82,9 @@ class World:
     # ---------------------------------------------------------------- what there is to look at
 
     def _walk(self, value: Any, depth: int, around: str) -> None:
+        if isinstance(value, Tensor) and id(value) not in self._seen:
+            self._seen.add(id(value))
+            self._tensors.append((value, around))
         if type(value) in _PLAIN or isinstance(value, (Tensor, types.ModuleType)) or depth > _MOST_DEPTH:
             return
         if id(value) in self._seen:
@@ -116,6 +128,8 @@ def _containers(value: Any) -> Iterator[tuple[_Look, list[Any]]]:
             yield partial(_items, vars(value)), list(vars(value).values())
     elif isinstance(value, types.MethodType):
         yield list, [value.__self__, value.__func__]
+    elif isinstance(value, types.BuiltinMethodType) or type(value).__name__ == "cython_function_or_method":
+        yield list, [getattr(value, "__self__", None)]
     elif isinstance(value, (staticmethod, classmethod)):
         yield list, [value.__func__]
     elif isinstance(value, property):
@@ -125,10 +139,12 @@ def _containers(value: Any) -> Iterator[tuple[_Look, list[Any]]]:
     elif isinstance(value, ContextVar):
         look = partial(_of_variable, value)
         yield look, look()
-    elif isinstance(value, (dict, list, tuple, set, types.MappingProxyType)):
+    elif isinstance(value, (dict, list, tuple, set, deque, types.MappingProxyType)):
         if len(value) <= _MOST_ENTRIES:
             look = partial(_items, value)
             yield look, look()
+    elif (place := place_look(value)) is not None:
+        yield place, []
     elif callable(getattr(value, "__array__", None)):
         if getattr(value, "nbytes", _MOST_BYTES) < _MOST_BYTES and hasattr(value, "tobytes"):
             yield partial(_bytes_of, value), []

@@ -162,8 +162,10 @@ _NAMES_BY_PART = {
     ),
     "profiler": ("RecordFunction",),
     "programs": (
+        "TraceError",
         "as_if_compiling",
         "compile_program",
+        "kind_of_trace_error",
         "optimizer_has_hooks",
         "scaler_tensors",
         "trace_program",

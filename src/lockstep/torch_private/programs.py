@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import torch
 
 __all__ = [
+    "TraceError",
     "as_if_compiling",
     "compile_program",
+    "kind_of_trace_error",
     "optimizer_has_hooks",
     "scaler_tensors",
     "trace_program",
@@ -36,12 +42,83 @@ def trace_program(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) 
     """The operators that ``function`` runs for inputs like these, below autograd, as one graph.
 
     Tensors have no values meanwhile, so that a branch on one is an error and not a constant.  ``make_fx`` lives in an
-    experimental module.
+    experimental module; by itself it notes only lines of functions that are called ``forward``.
     """
-    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+    from torch.utils._python_dispatch import TorchDispatchMode
 
-    traced = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True, record_stack_traces=True)
+    class Noting(TorchDispatchMode):
+        """Notes of each operator which line of the user's has called it."""
+
+        supports_higher_order_operators = True  # torch.cond and its like pass through
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            mode = get_proxy_mode()
+            before = None if mode is None else next(reversed(mode.tracer.graph.nodes), None)
+            result = func(*args, **(kwargs or {}))
+            line = None if mode is None else _users_line(noted.__code__)
+            for node in reversed(mode.tracer.graph.nodes) if mode is not None and line is not None else ():
+                if node is before:
+                    break
+                node.meta["stack_trace"] = line
+            return result
+
+    def noted(*flat: torch.Tensor) -> Any:
+        with Noting():
+            return function(*flat)
+
+    traced = make_fx(noted, tracing_mode="fake", _allow_non_fake_inputs=True, record_stack_traces=True)
     return traced(*inputs)
+
+
+def _users_line(outermost: Any) -> str | None:
+    """The innermost line that runs now and is neither torch's nor this package's, inside of a function."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not outermost:
+        file = frame.f_code.co_filename
+        if not file.startswith(_NOT_THE_USERS):
+            return f'File "{file}", line {frame.f_lineno}, in {frame.f_code.co_name}'
+        frame = frame.f_back
+    return None
+
+
+_NOT_THE_USERS = ("<", str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)
+
+
+class TraceError(Enum):
+    """What a step that is traced has asked of a tensor without a value."""
+
+    VALUE = "its value"
+    SHAPE = "a result whose shape depends on its values"
+    RULE = "an operator of which the shape of the result is not known"
+    OTHER = "something else"
+
+
+# Errors of torch that are plain RuntimeErrors: a few words tell them from those of a program.
+_WORDS_OF_A_VALUE = (
+    "get value out of a tracing tensor",
+    "data-dependent",
+    "data pointer of Tensor",
+    ".tolist() is not supported for tensor subclasses",
+    ".numpy() is not supported for tensor subclasses",
+)
+
+
+def kind_of_trace_error(error: BaseException) -> tuple[TraceError, str]:
+    """What an error in a trace is about, and the operator that raised it; torch's types for them are private."""
+    from torch._subclasses import fake_tensor
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    operator = str(getattr(error, "func", "") or "")
+    if isinstance(error, fake_tensor.DynamicOutputShapeException):
+        return TraceError.SHAPE, operator
+    if isinstance(error, fake_tensor.DataDependentOutputException):
+        return TraceError.VALUE, operator
+    if isinstance(error, (fake_tensor.UnsupportedOperatorException, fake_tensor.UnsupportedFakeTensorException)):
+        return TraceError.RULE, operator
+    if isinstance(error, GuardOnDataDependentSymNode) or any(words in str(error) for words in _WORDS_OF_A_VALUE):
+        return TraceError.VALUE, ""
+    return TraceError.OTHER, ""
 
 
 def compile_program(
