@@ -136,3 +136,81 @@ def unwrap_everything() -> list[bool]:
 
 def test_unwrap_sees_through_any_order() -> None:
     assert run_ranks(2, unwrap_everything) == [[True] * 4] * 2
+
+
+def train_in_observed_order(order: str) -> list[list[Tensor]]:
+    """The plan changes after the first step, and with it the buckets of the same parameters."""
+    import lockstep
+
+    torch.manual_seed(11)
+    module = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+    if order == "compile_then_wrap":
+        ddp = model = lockstep.DDP(
+            torch.compile(module, backend="aot_eager"), bucket_order="observed", bucket_cap_mb=0.0005
+        )
+    else:
+        ddp = lockstep.DDP(module, bucket_order="observed", bucket_cap_mb=0.0005)
+        model = torch.compile(ddp, backend="aot_eager")
+    seen = []
+    for step in range(3):
+        torch.manual_seed(100 * step + dist.get_rank())
+        model.zero_grad()
+        model(torch.randn(ROWS, 6)).square().mean().backward()
+        seen.append([p.grad.clone() for p in module.parameters()])
+    assert ddp.plan.order == "observed"
+    assert len(ddp.plan) > 2
+    return seen
+
+
+@pytest.mark.parametrize("order", ["wrap_then_compile", "compile_then_wrap"])
+def test_a_plan_in_observed_order(order: str) -> None:
+    torch.manual_seed(11)
+    module = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+    for seen in run_ranks(2, train_in_observed_order, order):
+        for step, gradients in enumerate(seen):
+            module.zero_grad()
+            for rank in range(2):
+                torch.manual_seed(100 * step + rank)
+                (module(torch.randn(ROWS, 6)).square().mean() / 2).backward()
+            for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+                torch.testing.assert_close(gradient, parameter.grad)
+
+
+class ClampsItself(nn.Module):
+    """Changes a parameter in the forward, as an embedding with ``max_norm=`` does; its backward does not need it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first.weight.detach().clamp_(-0.1, 0.1)
+        return self.last(torch.tanh(self.first(x)))
+
+
+def train_what_changes_itself(order: str) -> dict[str, str]:
+    import lockstep
+
+    torch.manual_seed(5)
+    module, reference = ClampsItself(), ClampsItself()
+    reference.load_state_dict(module.state_dict())
+    model = ORDERS[order](module, backend="aot_eager")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in (module, reference)]
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model(mine(batch(step))).pow(2).mean().backward()
+        reference(batch(step)).pow(2).mean().backward()
+        for p, q in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert module.first.weight.abs().max() > 0.1  # changed in each forward, and by each step
+    return lockstep.explain(model).left_to_hooks
+
+
+@pytest.mark.parametrize("order", ["wrap_then_compile", "compile_then_wrap"])
+def test_a_forward_that_changes_its_own_parameter(order: str) -> None:
+    for left_to_hooks in run_ranks(2, train_what_changes_itself, order):
+        (name,) = [name for name, why in left_to_hooks.items() if why == "the forward changes it"]
+        assert name.endswith("first.weight")

@@ -230,7 +230,25 @@ def own_share(model: Model, rank: int) -> list[Optimizer]:
     return [OwnShare(model, rank)]
 
 
-ALLOWED = {f.__name__: f for f in (zero, halves, other_kernels, rate_as_tensor, own_share)}
+def other_order(model: Model, rank: int) -> list[Optimizer]:
+    """Each parameter has its own rate; the groups come out of a set, in an order of this process's own."""
+    groups = [{"params": [p], "lr": 0.01 * (1 + i)} for i, p in enumerate(model.parameters())]
+    return [torch.optim.SGD(groups[::-1] if rank else groups)]
+
+
+def zero_with_nothing_to_do(model: Model, rank: int) -> list[Optimizer]:
+    """So few parameters that one rank has none of them to update."""
+    first, *others = model.parameters()
+    return [
+        ZeroRedundancyOptimizer([first], torch.optim.AdamW, lr=0.01),
+        ZeroRedundancyOptimizer(others, torch.optim.AdamW, lr=0.02),
+    ]
+
+
+ALLOWED = {
+    f.__name__: f
+    for f in (zero, halves, other_kernels, rate_as_tensor, own_share, other_order, zero_with_nothing_to_do)
+}
 
 
 def train_so(name: str) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from multirank.compare import Tensors, assert_close, assert_identical, gradients_of, state_of
-from multirank.harness import expect_errors, run_ranks, torch_fails
+from multirank.harness import expect_errors, lockstep_only, run_ranks, torch_fails
 from multirank.models import CASES, shard
 from multirank.steps import DTYPE, WORLD, descend, local_batch, wrapped
 
@@ -240,3 +240,47 @@ def joinable_properties() -> tuple[bool, str, bool, bool]:
 
 def test_the_wrapper_is_joinable_by_name() -> None:
     assert run_ranks(2, joinable_properties) == [(True, "cpu", True, True)] * 2
+
+
+def evaluate_between(num_inputs: tuple[int, ...]) -> Any:
+    """A forward without gradients in every iteration has no backward, so nobody mirrors one."""
+    case, rank = CASES["mlp"], dist.get_rank()
+    ddp = wrapped(case.module(DTYPE))
+    gradients = []
+    with ddp.join():
+        for step in range(num_inputs[rank]):
+            case.loss(ddp, local_batch(case, step)).backward()
+            gradients.append(gradients_of(ddp))
+            descend(ddp)
+            ddp.zero_grad()
+            with torch.no_grad():
+                case.loss(ddp, local_batch(case, step))
+    return gradients, state_of(ddp)
+
+
+@lockstep_only
+@pytest.mark.parametrize("num_inputs", UNEVEN[:2], ids=str)
+def test_an_evaluation_under_join(num_inputs: tuple[int, ...]) -> None:
+    values = run_ranks(WORLD, evaluate_between, num_inputs)
+    assert_uneven(values, reference_uneven("mlp", num_inputs, True), "an evaluation under join")
+
+
+def two_forwards(num_inputs: tuple[int, ...]) -> None:
+    case, rank = CASES["mlp"], dist.get_rank()
+    ddp = wrapped(case.module(DTYPE))
+    with ddp.join():
+        for step in range(num_inputs[rank]):
+            (case.loss(ddp, local_batch(case, step)) + case.loss(ddp, local_batch(case, step))).backward()
+            descend(ddp)
+            ddp.zero_grad()
+
+
+def test_two_forwards_of_one_backward_under_join_while_all_have_data() -> None:
+    run_ranks(2, two_forwards, (3, 3))
+
+
+@lockstep_only
+def test_two_forwards_of_one_backward_under_join_when_a_rank_has_no_data() -> None:
+    """Ranks without data mirror one backward for each forward: an error on all, not collectives that do not match."""
+    for error in expect_errors(3, [0, 1, 2], two_forwards, (1, 3, 3), limit_s=120).values():
+        assert "every forward must be followed by its backward" in error.text

@@ -23,6 +23,22 @@ def test_gradient_positions() -> None:
 test_plain_inputs = test_gradient_positions
 
 
+def test_inputs_changed() -> None:
+    class Renormalises(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.rest = torch.nn.Parameter(torch.ones(4, 3)), torch.nn.Parameter(torch.ones(5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.table.detach().clamp_(0, 1)
+            return (x @ self.table.t()).sum() + self.rest.sum()
+
+    graph = joint_graph(Renormalises(), torch.ones(1, 3))
+    inputs, changed = private.plain_inputs(graph), private.inputs_changed(graph.output_node())
+    assert [tuple(inputs[index].meta["val"].shape) for index in changed] == [(4, 3)]
+    assert not private.inputs_changed(joint_graph(torch.nn.Linear(3, 2), torch.ones(1, 3)).output_node())
+
+
 def test_copy_node_origin() -> None:
     graph = torch.fx.Graph()
     one, two = graph.placeholder("one"), graph.placeholder("two")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -30,6 +31,12 @@ SETTINGS = (
     "maximize",
 )
 
+# The settings of a group of an optimizer; and by which settings which parameters were updated, those as a number with a
+# byte for each, 1 where it is one of them: as cheap to make of flags as to unite.
+Settings = tuple[tuple[str, Any], ...]
+Updates = Mapping[Settings, int]
+_HALF_BITS = 31
+
 
 def _going_on(how: str) -> str:
     """What can be done about it; ``how`` weights are made equal, empty where they are equal still."""
@@ -42,32 +49,69 @@ def _going_on(how: str) -> str:
     return f"{found} check='off' on the wrapper turns this comparison off."
 
 
-def settings_of(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-    """The settings by which an optimizer updates, of each of its groups."""
-    return tuple(
-        [tuple([(name, _plain(group[name])) for name in SETTINGS if name in group]) for group in optimizer.param_groups]
-    )
+def settings_of(group: Mapping[str, Any]) -> Settings:
+    """The settings by which an optimizer updates one of its groups."""
+    return tuple([(name, _plain(group[name])) for name in SETTINGS if name in group])
 
 
 def _plain(value: Any) -> Any:
+    """A setting as a value that can be compared between processes."""
     if isinstance(value, torch.Tensor):
         # To read it from a GPU would stop its queue.
         return value.item() if value.device.type == "cpu" and value.numel() == 1 else "a tensor"
-    return value
+    if isinstance(value, (bool, str, type(None))):
+        return value
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, (list, tuple)):
+        return tuple([_plain(one) for one in value])
+    return type(value).__name__  # what it prints may be of this process alone
 
 
-def word_of(settings: Iterable[Any]) -> int:
-    """A positive number that stands for the settings of all updates since the last window; 0 for none."""
-    text = repr(sorted(map(repr, settings)))
-    return 0 if text == "[]" else 1 + int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+def word_of(updates: Updates) -> int:
+    """A positive number that stands for what was updated (the upper half) and how (the lower); 0 for nothing."""
+    updated = 0
+    for places in updates.values():
+        updated |= places
+    if not updated:
+        return 0
+    how = sorted((repr(settings), places) for settings, places in updates.items() if places)
+    return (1 + _half_word(hex(updated))) << _HALF_BITS | _half_word(repr([(one, hex(places)) for one, places in how]))
 
 
-def settings_differ(board: Board, key: str, mine: Iterable[Any], how: str, seconds: float) -> Disagreement:
-    """Once words differ, on all ranks: post the settings, and make the error that shows them."""
-    shown = sorted({", ".join(f"{name}={value}" for name, value in group) for one in mine for group in one})
-    told = board.gather(f"{key} settings", json.dumps("; ".join(shown)), seconds)
-    values = {rank: _read(text) for rank, text in board.by_global(told).items()}
-    values = _differing(values)
+def _half_word(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % (1 << _HALF_BITS)
+
+
+def words_differ(words: Iterable[int]) -> bool:
+    """Whether any ranks have updated the same by other settings; a rank may update only its share of a model."""
+    how: dict[int, set[int]] = {}
+    for word in words:
+        how.setdefault(word >> _HALF_BITS, set()).add(word)
+    return any(len(found) > 1 for found in how.values())
+
+
+def settings_shown(updates: Updates, names: Sequence[str]) -> list[str]:
+    """A line for each kind of update: by which settings, and of which parameters where not of all."""
+    shown = []
+    for settings, places in updates.items():
+        text = ", ".join(f"{name}={value}" for name, value in settings)
+        updated = [name for place, name in enumerate(names) if places >> 8 * place & 1]
+        if 0 < len(updated) < len(names):
+            more = f" and {len(updated) - 3} more" if len(updated) > 3 else ""
+            text += f" (of {', '.join(updated[:3])}{more})"
+        shown.append(text)
+    return sorted(shown)
+
+
+def settings_differ(
+    board: Board, key: str, mine: Sequence[str], ranks: Collection[int], how: str, seconds: float
+) -> Disagreement:
+    """Once words differ, on all ranks: post the settings, and make the error that shows those of ``ranks``."""
+    told = board.gather(f"{key} settings", json.dumps(mine), seconds)
+    shown = {rank: _read(text) for rank, text in told.items() if rank in ranks}
+    values = _differing(board.by_global(shown))
     return Disagreement(
         f"Optimizers update the model with other settings on some ranks:\n{rank_table(values)}\n"
         "  likely cause: a scheduler that is stepped on some ranks only, or with a number of each rank's own (a loss "
@@ -76,28 +120,28 @@ def settings_differ(board: Board, key: str, mine: Iterable[Any], how: str, secon
     )
 
 
-def _read(text: str) -> str:
+def _read(text: str) -> list[str]:
     try:
         value = json.loads(text)
     except ValueError:
         value = text
-    return str(value)[:2000]
+    return [str(one)[:500] for one in value] if isinstance(value, list) else [str(value)[:500]]
 
 
-def _differing(values: Mapping[int, str]) -> dict[int, str]:
+def _differing(values: Mapping[int, Sequence[str]]) -> dict[int, str]:
     """Without the groups that all ranks have alike."""
-    groups = {rank: value.split("; ") for rank, value in values.items()}
-    common = set.intersection(*map(set, groups.values()))
-    left = {rank: "; ".join([one for one in own if one not in common][:4]) for rank, own in groups.items()}
+    common = set.intersection(*map(set, values.values()))
+    left = {rank: "; ".join([one for one in own if one not in common][:4]) for rank, own in values.items()}
     return {rank: text or "none" for rank, text in left.items()}
 
 
 def weights_differ(name: str, norms: Mapping[int, float], how: str) -> Disagreement:
     """The error for a parameter that has come to be another one on some ranks."""
-    values = {rank: f"norm {norm:.8g}" for rank, norm in norms.items()}
+    values = {rank: f"weighted norm {norm:.8g}" for rank, norm in norms.items()}
     return Disagreement(
         f"The weights of ranks differ, in (a part of) {name} at least:\n{rank_table(values)}\n"
-        "  likely cause: weights or optimizer state that were loaded or changed on some ranks only, or "
-        "init_sync=False with weights that were not equal\n" + _going_on(how),
+        "  likely cause: weights or optimizer state that were loaded or changed on some ranks only; init_sync=False "
+        "with weights that were not equal; an optimizer with state (momentum) after join(), where ranks that ran out "
+        "of data made fewer updates; a module that changes its own weights in the forward\n" + _going_on(how),
         values,
     )

@@ -16,6 +16,7 @@ from lockstep.agree.board import Board
 from lockstep.errors import Disagreement, rank_table
 
 _DIGEST_BYTES = 7  # fits a signed 64-bit number
+_NO_STAMP = "null"  # what a rank without data posts
 
 
 @dataclass(frozen=True)
@@ -70,20 +71,24 @@ _WORDS = {
 }
 
 
-def disagreement(board: Board, key: str, mine: Stamp, updates_itself: bool, seconds: float) -> Disagreement | None:
+def disagreement(
+    board: Board, key: str, mine: Stamp | None, updates_itself: bool, seconds: float
+) -> Disagreement | None:
     """Once digests differ, on all ranks: post the stamps, and make the error that shows what differs.
 
-    ``updates_itself``: whether an optimizer of this rank updates the model. None where all that differs is the number
-    of updates of ranks that are given their weights by others.
+    ``mine`` is None on a rank that has run out of data (join). ``updates_itself``: whether an optimizer of this rank
+    updates the model. None where all that differs is the number of updates of ranks that are given their weights by
+    others.
     """
-    told = board.gather(key, json.dumps([asdict(mine), updates_itself]), seconds)
-    facts = {rank: _read_fact(rank, text) for rank, text in board.by_global(told).items()}
+    told = board.gather(key, json.dumps(None if mine is None else [asdict(mine), updates_itself]), seconds)
+    everyones = board.by_global(told).items()
+    facts = {rank: _read_fact(rank, text) for rank, text in everyones if text != _NO_STAMP}
     stamps = {rank: stamp for rank, (stamp, _) in facts.items()}
     updates = {stamp["updates"] for stamp, updates_itself in facts.values() if updates_itself}
     others = {json.dumps({**stamp, "updates": 0}) for stamp in stamps.values()}
     if len(others) == 1 and len(updates) <= 1 < len({stamp["updates"] for stamp in stamps.values()}):
         return None
-    return describe_difference(stamps, mine.window)
+    return describe_difference(stamps)
 
 
 def _read_fact(rank: int, text: str) -> tuple[dict[str, object], bool]:
@@ -97,8 +102,9 @@ def _read_fact(rank: int, text: str) -> tuple[dict[str, object], bool]:
     return stamp, updates_itself
 
 
-def describe_difference(stamps: Mapping[int, Mapping[str, object]], window: int) -> Disagreement:
+def describe_difference(stamps: Mapping[int, Mapping[str, object]]) -> Disagreement:
     """The same error on all ranks: each field that differs, as a table of rank and value."""
+    window = next(iter(stamps.values())).get("window")
     sections: list[str] = []
     first: dict[int, str] = {}
     for field, (title, cause) in _WORDS.items():

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 from lockstep import torch_private
 from lockstep.engine.registry import slot_of
-from lockstep.engine.step_guard import before_update
+from lockstep.engine.step_guard import SoleOptimizer, before_update
 
 if TYPE_CHECKING:
     from lockstep.ddp.wrapper import DistributedDataParallel
@@ -104,9 +104,11 @@ class Updating:
         self._ids = {id(parameter) for parameter in parameters}
         steps = {found[0] for found in map(slot_of, parameters) if found is not None}
         self._steps = [weakref.ref(step) for step in steps]
+        self._optimizer = SoleOptimizer(self._ids)
 
     @torch_private.leave_to_python
     def __call__(self, *args: Any) -> Any:
+        self._optimizer.note_settings()
         for reference in self._steps:
             step = reference()
             if step is not None:

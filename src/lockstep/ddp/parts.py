@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from lockstep.ddp.options import Options
 from lockstep.ddp.peers import Peers
 from lockstep.ddp.plan_keeper import PlanKeeper
 from lockstep.ddp.precision import LowPrecision
-from lockstep.ddp.setup import Wrapped
+from lockstep.ddp.setup import Wrapped, renormalised_parameter_names
 from lockstep.ddp.torch_reducer import TorchReducer
 from lockstep.ddp.uneven import UnevenInputs
 from lockstep.engine import step_guard
@@ -88,6 +89,7 @@ def build_parts(
         skips_unused_buckets=options.skip_all_reduce_unused_params,
     )
     step.reducer.finiteness.policy = options.nonfinite
+    _leave_renormalised_out(module, step)
     precision.serve(step)
     note_engine_errors(data, step)
     step_guard.watch(step)
@@ -131,6 +133,18 @@ def build_parts(
         compilation=compilation,
         delayed=_delayed(module, options, step, caps),
     )
+
+
+def _leave_renormalised_out(module: nn.Module, step: SyncStep) -> None:
+    """Compare no weights that each rank changes by itself, and say so."""
+    names = renormalised_parameter_names(module)
+    if step.drift.weights is not None and names and step.reducer.world > 1:
+        step.drift.weights.skipped = names
+        warnings.warn(
+            "With max_norm= an embedding renormalises in each forward the rows that this rank looks up, so the weights "
+            f"of ranks drift apart there, with any data parallelism: {', '.join(sorted(names))}. Not compared.",
+            stacklevel=5,
+        )
 
 
 def _delayed(module: nn.Module, options: Options, step: SyncStep, caps: BucketCaps) -> DelayedReduction | None:

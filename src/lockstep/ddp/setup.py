@@ -108,6 +108,16 @@ def sparse_parameter_names(module: nn.Module) -> set[str]:
     }
 
 
+def renormalised_parameter_names(module: nn.Module) -> set[str]:
+    """Weights of embeddings that a forward renormalises, in the rows that it looks up."""
+    found = {
+        id(owner.weight)
+        for owner in module.modules()
+        if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.max_norm is not None
+    }
+    return {name for name, parameter in module.named_parameters() if id(parameter) in found} if found else set()
+
+
 def check_parameters(parameters: Sequence[tuple[str, nn.Parameter]], all_delayed: bool) -> None:
     if not all_delayed and not any(p.requires_grad for _, p in parameters):
         raise RuntimeError(

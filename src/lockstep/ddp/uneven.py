@@ -45,11 +45,14 @@ class UnevenInputs(Joinable):
         self._divide_by_initial_world_size = True  # MirrorHook sets it
         self._syncs = True
         self._decision_is_used = False
+        self._awaits_backward = False  # a forward was told of whose backward has not begun
+        self._notice: Any = None  # the count of ranks that have data, as of the last forward
         self.authoritative_rank = 0
 
     # ---------------------------------------------------------------- as a member of the join context
 
     def join_hook(self, **kwargs: Any) -> MirrorHook:
+        self._awaits_backward, self._notice = False, None
         return MirrorHook(self, kwargs.get("divide_by_initial_world_size", True))
 
     @property
@@ -73,7 +76,9 @@ class UnevenInputs(Joinable):
                 "skip_all_reduce_unused_params=True does not go with join(): a rank that has run out of data takes "
                 "part in every bucket, and cannot know which ones the others leave out."
             )
-        work = Join.notify_join_context(self)
+        if self.is_on and self._awaits_backward:
+            self._require_all_have_data()
+        work = self._notice = Join.notify_join_context(self)
         self.step.reducer.mean.divisor = None
         if self.is_on and not self._divide_by_initial_world_size:
             assert work is not None, "dividing by the active ranks needs this wrapper first in the Join context"
@@ -81,12 +86,29 @@ class UnevenInputs(Joinable):
             (num_active,) = work.get_future().wait()
             self.step.reducer.mean.divisor = float(num_active.item())
 
+    def _require_all_have_data(self) -> None:
+        """Raise in a second forward before a backward, where ranks without data already mirror that backward."""
+        if self._notice is None:
+            return  # another member of the context notifies
+        self._wait(self._notice, "the count of ranks that have data")
+        (num_active,) = self._notice.get_future().wait()
+        if int(num_active.item()) < self._peers.world:
+            with self.step.telling_peers():
+                raise errors.LockstepError(
+                    "Under join(), once a rank has run out of data, every forward must be followed by its backward: "
+                    "ranks without data mirror the two together. This forward came before the backward of the one "
+                    "before it. Put the inputs of both into one forward; run one that is not trained under "
+                    "torch.no_grad(), and not between a forward and its backward."
+                )
+
     def decide(self, wants_sync: bool) -> None:
-        """Tell ranks without data whether this iteration's backward will synchronise."""
+        """Tell ranks without data whether this iteration's backward will synchronise; without gradients none will."""
         if self.is_on:
-            self._tell_whether_to_sync(wants_sync)
-            self._syncs = wants_sync
-            self._decision_is_used = False
+            trains = torch.is_grad_enabled()
+            self._tell_whether_to_sync(wants_sync and trains)
+            if trains:
+                self._syncs = self._awaits_backward = wants_sync
+                self._decision_is_used = False
 
     def consume_decision(self) -> bool:
         """See [Note: when a pass synchronises] in engine/step.py."""
@@ -97,6 +119,7 @@ class UnevenInputs(Joinable):
                     "one. Add the losses up and call backward once, or run the earlier ones inside no_sync()."
                 )
             self._decision_is_used = True
+        self._awaits_backward = False
         return self._syncs
 
     def buffer_source(self) -> int:

@@ -278,7 +278,10 @@ class Closing:
         remaining: list[LiveBucket] = []
         if self.union.control is not None:
             num_used = len(reducer.slots) if self._asks_for_used() else 0
+            if self.compares:
+                step.drift.open(step)
             bits, counts = self.union.mirror(reducer.transport, num_used, self._moment)
+            step.drift.judge(step, self.union.drift)
             self.used_counts = self.used_counts if counts is None else counts
             remaining = self._remaining(bits)
         is_used = self._is_used()

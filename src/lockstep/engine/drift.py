@@ -7,18 +7,26 @@ window; a difference is one error on all ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
 
-from lockstep.agree.drift import settings_differ, settings_of, weights_differ, word_of
+from lockstep.agree.drift import (
+    Settings,
+    Updates,
+    settings_differ,
+    settings_shown,
+    weights_differ,
+    word_of,
+    words_differ,
+)
 from lockstep.engine.recovery import WEIGHTS_DIFFER
 from lockstep.engine.weights import Weights
 
 if TYPE_CHECKING:
-    import torch
-
     from lockstep.engine.step import SyncStep
 
 _SECONDS = 60.0
+_trains = attrgetter("parameter.requires_grad")
 
 
 class Words(NamedTuple):
@@ -37,30 +45,37 @@ class Drift:
     def __init__(self) -> None:
         self.weights: Weights | None = Weights()  # None where ranks hold different parts of a model
         self.is_known = False  # until weights are made equal again
-        self._settings: list[tuple[Any, ...]] = []  # of the updates since the last window
-        self._num_covered = 0
-        self._last: list[tuple[Any, ...]] = []  # of the updates before this window
+        self._updates: dict[Settings, int] = {}  # since the last window
+        self._last: Updates = {}  # before this window
         self._is_ahead = False  # they are of the update that is to come
-        self._word: tuple[list[tuple[Any, ...]], int] = ([], 0)  # settings, and the number that stands for them
+        self._word: tuple[Updates, int] = ({}, 0)  # updates, and the number that stands for them
 
-    def note_update(self, optimizer: torch.optim.Optimizer, num_parameters: int) -> None:
-        """An optimizer that has so many of the parameters is about to update them."""
-        self._settings.append(settings_of(optimizer))
-        self._num_covered += num_parameters
+    def note_update(self, updates: Updates) -> None:
+        """Parameters are about to be updated, by these settings."""
+        for settings, places in updates.items():
+            self._updates[settings] = self._updates.get(settings, 0) | places
 
     def open(self, step: SyncStep) -> None:
         """A window begins: what is told at its end is as it is now, before anything is updated."""
         slots = step.reducer.slots
-        # A rank may update only its share of a model, and be given the rest: its settings are not all of them.
-        is_whole = self._num_covered >= len(slots) - len(step.frozen)
-        self._last, self._is_ahead = self._settings if is_whole else [], False
-        self._settings, self._num_covered = [], 0
+        self._tell(step, self._updates, is_ahead=False)
+        self._updates = {}
         if self.weights is not None and step.reducer.exchange.is_same_on_all:
             self.weights.look(step.num_windows, slots)
 
-    def use_settings(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def use_settings(self, step: SyncStep, updates: Sequence[Updates]) -> None:
         """The coming update is a program's, which is by these."""
-        self._last, self._is_ahead = [settings_of(optimizer) for optimizer in optimizers], True
+        self._updates = {}
+        for one in updates:
+            self.note_update(one)
+        self._tell(step, self._updates, is_ahead=True)
+        self._updates = {}
+
+    def _tell(self, step: SyncStep, updates: Updates, *, is_ahead: bool) -> None:
+        """Tell the others of these updates, as far as they are of parameters that train."""
+        trains = int.from_bytes(bytes(map(_trains, step.reducer.slots)), "little") if updates else 0
+        self._last = {settings: places & trains for settings, places in updates.items() if places & trains}
+        self._is_ahead = is_ahead
 
     def words(self) -> Words:
         """What this rank tells."""
@@ -80,11 +95,11 @@ class Drift:
         if self.weights is not None:
             found = self.weights.compare([words.weights for words in told.values()])
             norms = {list(told)[place]: norm for place, norm in found.items()}
-        settings = {words.settings for words in told.values()} - {0}
-        if len(settings) > 1:
+        if words_differ(words.settings for words in told.values()):
             self.is_known = not self._is_ahead
             how = "" if self._is_ahead else WEIGHTS_DIFFER
-            raise settings_differ(control.board, control.moment, self._last, how, _SECONDS)
+            mine = settings_shown(self._last, [slot.name for slot in step.reducer.slots])
+            raise settings_differ(control.board, control.moment, mine, list(told), how, _SECONDS)
         if norms and self.weights is not None:
             self.is_known = True
             raise weights_differ(self.weights.name, control.board.by_global(norms), WEIGHTS_DIFFER)
@@ -92,6 +107,6 @@ class Drift:
     def forget(self) -> None:
         """All ranks begin anew, with equal weights."""
         self.is_known = False
-        self._settings, self._last, self._num_covered = [], [], 0
+        self._updates, self._last = {}, {}
         if self.weights is not None:
             self.weights.forget()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 
@@ -37,6 +38,24 @@ _ONE_COLLECTIVE = (
 def has_one_collective(hook: CommHook) -> bool:
     """Whether this is one of torch's hooks that start one collective, and keep nothing from step to step."""
     return any(hook is known for known in _ONE_COLLECTIVE)
+
+
+def _reduces(hook: CommHook) -> bool:
+    """Whether this is known to be a hook that gives the same to all who take part."""
+    if hook is debugging_hooks.noop_hook:
+        return False  # measures a step without communication
+    return has_one_collective(hook) or str(getattr(hook, "__module__", "")).startswith("lockstep.hooks")
+
+
+def _is_with_all(state: Any, ranks: Any) -> bool:
+    """Whether all ranks of a group take part where a hook has this state: it may be a smaller group, or hold one."""
+    group = state if isinstance(state, dist.ProcessGroup) else getattr(state, "process_group", None)
+    if group is None or group is ranks:
+        return True
+    try:
+        return set(dist.get_process_group_ranks(ranks)) <= set(dist.get_process_group_ranks(group))
+    except (RuntimeError, ValueError, KeyError):
+        return False  # a group that torch does not know
 
 
 class Exchange(Protocol):
@@ -98,8 +117,7 @@ class HookExchange:
         self.state, self.hook, self.name = state, hook, name
         self.keeps_order = bool(getattr(hook, "keeps_order", False)) or has_one_collective(hook)
         self.is_linear = bool(getattr(hook, "is_linear", False)) or has_one_collective(hook)
-        ours = str(getattr(hook, "__module__", "")).startswith("lockstep.hooks")
-        self.is_same_on_all = ours or has_one_collective(hook)
+        self.is_same_on_all = _reduces(hook) and _is_with_all(state, transport.process_group)
 
     def scale(self, like: Tensor) -> float:
         return 1.0

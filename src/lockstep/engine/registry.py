@@ -7,9 +7,11 @@ backward of the other.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from lockstep.engine.bucket import Slot
@@ -19,10 +21,18 @@ if TYPE_CHECKING:
 
 # A slot keeps its parameter alive, so an id in here is never another parameter's.
 _slots: dict[int, list[tuple[weakref.ref[SyncStep], Slot]]] = {}
+_num_changes = 0
+
+
+def num_changes() -> int:
+    """How often anyone began to look after parameters: what was found out about them before may not hold."""
+    return _num_changes
 
 
 def register(step: SyncStep) -> None:
     """Look after these parameters from now on."""
+    global _num_changes
+    _num_changes += 1
     reference = weakref.ref(step)
     step.reducer.memory.is_shared = False
     for slot in step.reducer.slots:
@@ -72,3 +82,14 @@ def is_for(step: SyncStep, slot: Slot) -> bool:
         return True
     others = [reference() for reference, _ in _slots.get(id(slot.parameter), ())]
     return not any(other is not None and other is not step and other.has_forward for other in others)
+
+
+def optimizers_of(ids: set[int]) -> list[torch.optim.Optimizer]:
+    """All optimizers of this process that have any of these parameters (by ``id``); a search through all objects."""
+    return [
+        found
+        for found in gc.get_objects()
+        if issubclass(type(found), torch.optim.Optimizer)  # asking an object for its class may run code of its own
+        # One that could not be made has no groups.
+        and any(id(parameter) in ids for group in getattr(found, "param_groups", ()) for parameter in group["params"])
+    ]

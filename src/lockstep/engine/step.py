@@ -30,7 +30,6 @@ queues the callback in the outermost pass instead, whose end marks the rest as u
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -391,7 +390,8 @@ class SyncStep:
         """As a rank without data (join): take part in a window of the others."""
         self.static.learn_as_joined()
         self.kind = Kind.FULL
-        self.closing.mirror()
+        with self.telling_peers():
+            self.closing.mirror()
         self.static.just_learned = False
         self.num_windows += 1
 
@@ -448,14 +448,7 @@ class SyncStep:
 
     def updates_itself(self) -> bool:
         """Whether any optimizer of this process has a parameter of this model; a search through all objects."""
-        ids = {id(slot.leaf) for slot in self.reducer.slots}
-        return any(
-            id(parameter) in ids
-            for found in gc.get_objects()
-            if issubclass(type(found), torch.optim.Optimizer)  # asking an object for its class may run code of its own
-            for group in found.param_groups
-            for parameter in group["params"]
-        )
+        return bool(registry.optimizers_of({id(slot.leaf) for slot in self.reducer.slots}))
 
     def add_post_backward_futures(self, futures: Iterable[torch.futures.Future[Any]]) -> None:
         self._post_backward_futures.extend(futures)

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep import errors
-from lockstep.engine.bucket import has_lost_hook
+from lockstep.agree.drift import Settings, Updates, settings_of
+from lockstep.engine import registry
+from lockstep.engine.bucket import Slot, has_lost_hook
 from lockstep.engine.states import State
 from lockstep.engine.step import SyncStep
 
 _watched: weakref.WeakSet[SyncStep] = weakref.WeakSet()
 _installed = False
-# Which steps an optimizer updates and how much of each, as long as it holds as many parameters.
-_Shares = list[tuple[weakref.ref[SyncStep], int]]
+# Which steps an optimizer updates, and by which of its groups which parameters (``Updates`` of agree/drift.py), as
+# long as it holds as many and nobody has other ones to look after.
+_Shares = list[tuple[weakref.ref[SyncStep], tuple[int, ...]]]
 _touched: weakref.WeakKeyDictionary[Any, tuple[Any, _Shares]] = weakref.WeakKeyDictionary()
+_places: weakref.WeakKeyDictionary[SyncStep, tuple[list[Slot], dict[int, int]]] = weakref.WeakKeyDictionary()
 
 
 def watch(step: SyncStep) -> None:
@@ -39,11 +43,10 @@ def watch(step: SyncStep) -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return  # it is traced once, and would be traced away; the graph itself is watched, see ddp/dispatch.py
-    for reference, num_parameters in _shares_of(optimizer):
+    for reference, shares in _shares_of(optimizer):
         step = reference()
         if step is not None:
-            if step.closing.union.control is not None:
-                step.drift.note_update(optimizer, num_parameters)
+            _note_settings(optimizer, step, shares)
             step.reducer.finiteness.drop(step.reducer.slots)
             before_update(step, lambda: _ids(optimizer))
 
@@ -64,22 +67,81 @@ def before_update(step: SyncStep, stepped: Callable[[], set[int]]) -> None:
         step.num_updates += 1
 
 
+def _note_settings(optimizer: torch.optim.Optimizer, step: SyncStep, shares: Sequence[int]) -> None:
+    """Remember by which settings an optimizer updates which parameters; ranks compare them in the next window."""
+    if step.closing.union.control is not None:
+        step.drift.note_update(_updates(optimizer, shares))
+
+
+class SoleOptimizer:
+    """The optimizer that a compiled update is of, as far as that is known: of several nobody knows whose step it is."""
+
+    def __init__(self, ids: set[int]) -> None:
+        self._ids = ids
+        self._find()
+
+    def _find(self) -> None:
+        optimizers = registry.optimizers_of(self._ids)
+        one = {id(optimizer.param_groups) for optimizer in optimizers}  # one may be the face of another
+        self._optimizer = weakref.ref(optimizers[0]) if len(one) == 1 else None
+
+    def note_settings(self) -> None:
+        """It is about to update."""
+        if self._optimizer is not None and self._optimizer() is None:
+            self._find()  # another has taken its place
+        optimizer = None if self._optimizer is None else self._optimizer()
+        if optimizer is None:
+            return
+        for reference, shares in _shares_of(optimizer):
+            step = reference()
+            if step is not None:
+                _note_settings(optimizer, step, shares)
+
+
+def updates_of(optimizer: torch.optim.Optimizer, step: SyncStep) -> Updates:
+    """By which settings an optimizer would update which parameters of a step."""
+    shares = [shares for reference, shares in _shares_of(optimizer) if reference() is step]
+    return _updates(optimizer, shares[0]) if shares else {}
+
+
+def _updates(optimizer: torch.optim.Optimizer, shares: Sequence[int]) -> Updates:
+    updates: dict[Settings, int] = {}
+    for group, places in zip(optimizer.param_groups, shares, strict=True):
+        if places:
+            settings = settings_of(group)
+            updates[settings] = updates.get(settings, 0) | places
+    return updates
+
+
 def steps_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[SyncStep]]:
     """The steps whose parameters an optimizer has."""
     return [reference for reference, _ in _shares_of(optimizer)]
 
 
 def _shares_of(optimizer: torch.optim.Optimizer) -> _Shares:
-    """The steps whose parameters an optimizer has, and how many of each."""
-    size = [len(group["params"]) for group in optimizer.param_groups]
+    """The steps whose parameters an optimizer has, and which of them each of its groups."""
+    state = (registry.num_changes(), [len(group["params"]) for group in optimizer.param_groups])
     known = _touched.get(optimizer)
-    if known is not None and known[0] == size:
+    if known is not None and known[0] == state:
         return known[1]
-    ids = _ids(optimizer)
-    counts = [(step, sum(id(slot.leaf) in ids for slot in step.reducer.slots)) for step in _watched]
-    shares = [(weakref.ref(step), count) for step, count in counts if count]
-    _touched[optimizer] = (size, shares)
+    found = [(step, tuple([_share(step, group["params"]) for group in optimizer.param_groups])) for step in _watched]
+    shares = [(weakref.ref(step), share) for step, share in found if any(share)]
+    _touched[optimizer] = (state, shares)
     return shares
+
+
+def _share(step: SyncStep, parameters: Iterable[Any]) -> int:
+    """Which of a step's parameters are among these."""
+    slots = step.reducer.slots
+    known = _places.get(step)
+    if known is None or known[0] is not slots:
+        known = _places[step] = (slots, {id(slot.leaf): place for place, slot in enumerate(slots)})
+    flags = bytearray(len(slots))
+    for parameter in parameters:
+        place = known[1].get(id(parameter))
+        if place is not None:
+            flags[place] = 1
+    return int.from_bytes(flags, "little")
 
 
 def _ids(optimizer: torch.optim.Optimizer) -> set[int]:

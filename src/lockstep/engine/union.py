@@ -84,7 +84,13 @@ class Union:
 
     def mirror(self, transport: Transport, num_used: int, moment: Callable[[], str]) -> tuple[int, list[int] | None]:
         """Take part without a word of one's own: a rank that has run out of data (join)."""
-        _, united, counts = self._tell(transport, [_JOINED, 0, 0, *NOTHING], 0, [0] * num_used or None, moment)
+        digests, united, counts = self._tell(transport, [_JOINED, 0, 0, *NOTHING], 0, [0] * num_used or None, moment)
+        if len(digests - {_JOINED}) > 1:  # the others meet to find out what differs, and expect this rank too
+            assert self.control is not None
+            error = disagreement(self.control.board, self.control.moment, None, False, _STAMP_SECONDS)
+            if error is not None:
+                raise error
+            self.compares_updates = False
         return united, counts
 
     def _tell(

@@ -2,10 +2,14 @@
 
 Ranks that begin with equal weights and apply equal gradients stay equal, as long as they update alike.  An optimizer
 that was restored on some ranks only, a weight that one rank has changed by hand, or weights that were never made equal
-would go unseen for good.  So each window takes the norm of a part of one parameter, the next one in the next window,
+would go unseen for good.  So each window takes one number of a part of one parameter, the next one in the next window,
 and sends it with the exchange that ends a window anyway.  What differs by no more than rounding is left alone.
 
-[Note: one at a time]  On a GPU the norm is read when it is there, without waiting for it, so a rank may have it later
+[Note: one number]  The norm alone would be the same for weights with other signs, in another order, or of another
+orthogonal matrix.  So it is the norm times a factor between 1/2 and 3/2, which the direction decides: a fixed pattern
+is added to the part, half as long as the part itself, and the norm of that is taken.
+
+[Note: one at a time]  On a GPU the number is read when it is there, without waiting for it, so a rank may have it later
 than another.  It is sent until all ranks have it, and only then another part is looked at: all ranks see in the same
 exchange that all have it, and so all look at the same parts.
 """
@@ -14,7 +18,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -23,11 +27,13 @@ from torch import Tensor, nn
 from lockstep.engine.bucket import Slot
 
 _MOST_ELEMENTS = 16_384
-# By how much norms may differ, relative to the larger one; coarse types round more.
+# By how much numbers may differ, relative to the larger one; coarse types round more.
 _TOLERANCE, _COARSE_TOLERANCE = 1e-4, 2e-2
 _COARSE, _FINE = (torch.bfloat16, torch.float16), (torch.float32, torch.float64)
+# By how much an element may differ in any case: where a weight passes through zero, rounding is all that is left of it.
+_LEAST_DIFFERENCE = 1e-6
 _WINDOW_BITS = 30
-_NOTHING = 0  # in the place of a norm: there is none, or it is not there yet
+_NOTHING = 0  # in the place of a number: there is none, or it is not there yet
 
 
 class Weights:
@@ -35,46 +41,52 @@ class Weights:
 
     def __init__(self) -> None:
         self.name = ""  # of the parameter that was looked at last
-        self._tolerance = 0.0
+        self.skipped: Collection[str] = ()  # parameters that each rank changes by itself
+        self._tolerances = (0.0, 0.0)  # relative to the larger number, and absolute
         self._window = -1  # of the look that not all ranks have compared yet
-        self._norm: Tensor | None = None
+        self._numbers: Tensor | None = None  # the norm, and the product with the pattern
+        self._num_elements = 0
         self._event: Any = None
 
     def look(self, window: int, slots: Sequence[Slot]) -> None:
         """Look at a part of the parameter whose turn it is, unless a look is still to be compared."""
-        if self._norm is not None or not slots:
+        if self._numbers is not None or not slots:
             return
         slot = slots[window % len(slots)]
         parameter = _local(slot.parameter)
-        if parameter is None or parameter.numel() == 0:
+        if parameter is None or parameter.numel() == 0 or slot.name in self.skipped:
             return
         device = parameter.device.type
         if device != "cpu" and (device != "cuda" or torch.cuda.is_current_stream_capturing()):
             return
-        part = _part(parameter.detach(), window // len(slots))
+        part = _part(parameter.detach(), window // len(slots)).reshape(-1)
         is_coarse = part.dtype in _COARSE
         if not is_coarse and part.dtype not in _FINE:
             return  # there are no norms of it
+        part = part.float() if is_coarse else part
         self.name, self._window = slot.name, window
-        self._tolerance = _COARSE_TOLERANCE if is_coarse else _TOLERANCE
-        norm = torch.linalg.vector_norm(part, dtype=torch.float32 if is_coarse else None)
+        self._tolerances = (_COARSE_TOLERANCE if is_coarse else _TOLERANCE, _LEAST_DIFFERENCE * part.numel() ** 0.5)
+        pattern = _pattern(part.dtype, part.device)[: part.numel()]
+        numbers = torch.stack([torch.linalg.vector_norm(part), torch.dot(part, pattern)])
         if device == "cuda":
-            host = torch.empty((), dtype=norm.dtype, pin_memory=True)
-            norm = host.copy_(norm, non_blocking=True)
+            host = torch.empty(2, dtype=numbers.dtype, pin_memory=True)
+            numbers = host.copy_(numbers, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(part.device))
-        self._norm = norm
+        self._numbers, self._num_elements = numbers, part.numel()
 
     def word(self) -> int:
-        """What this rank tells the others: of which window the look is, and the norm; 0 where there is none yet."""
-        if self._norm is None or (self._event is not None and not _has_passed(self._event)):
+        """What this rank tells the others: of which window the look is, and its number; 0 where there is none yet."""
+        if self._numbers is None or (self._event is not None and not _has_passed(self._event)):
             return _NOTHING
-        bits = int.from_bytes(struct.pack("<f", _as_single(float(self._norm))), "little")
+        norm, product = self._numbers.tolist()
+        number = _as_single(_stretched(norm, product / self._num_elements**0.5))
+        bits = int.from_bytes(struct.pack("<f", number), "little")
         return (1 + self._window % (1 << _WINDOW_BITS)) << 32 | bits
 
     def compare(self, words: Sequence[int]) -> dict[int, float]:
-        """Hear the words of the ranks that take part; returns their norms, by place, if these differ."""
-        if self._norm is None and not any(words):
+        """Hear the words of the ranks that take part; returns their numbers, by place, if these differ."""
+        if self._numbers is None and not any(words):
             return {}
         windows = {word >> 32 for word in words}
         if _NOTHING in windows and len(windows) <= 2:
@@ -82,12 +94,12 @@ class Weights:
         self.forget()
         if len(windows) > 1:
             return {}  # not of the same part; from now on they are
-        norms = [struct.unpack("<f", (word & 0xFFFFFFFF).to_bytes(4, "little"))[0] for word in words]
-        return dict(enumerate(norms)) if _differ(norms, self._tolerance) else {}
+        numbers = [struct.unpack("<f", (word & 0xFFFFFFFF).to_bytes(4, "little"))[0] for word in words]
+        return dict(enumerate(numbers)) if _differ(numbers, *self._tolerances) else {}
 
     def forget(self) -> None:
         """Let go of a look, compared or not; on all ranks."""
-        self._norm = self._event = None
+        self._numbers = self._event = None
 
 
 def _local(parameter: Tensor) -> Tensor | None:
@@ -121,13 +133,36 @@ def _part(parameter: Tensor, turn: int) -> Tensor:
     return parameter
 
 
+_patterns: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+def _pattern(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Ones with signs that follow no rule which weights would follow too, the same on all ranks."""
+    known = _patterns.get((dtype, device))
+    if known is None:
+        numbers = torch.arange(_MOST_ELEMENTS, dtype=torch.int64)
+        for _ in range(3):  # a step of a known generator of random numbers, in 31 bits
+            numbers = (numbers * 1_103_515_245 + 12_345) % (1 << 31)
+            numbers ^= numbers >> 13
+        known = ((numbers >> 7) % 2 * 2 - 1).to(dtype=dtype, device=device)
+        _patterns[dtype, device] = known
+    return known
+
+
+def _stretched(norm: float, along: float) -> float:
+    """See [Note: one number]; ``along``: the length of the part in the pattern's direction."""
+    if not math.isfinite(norm) or norm == 0.0:
+        return norm
+    return norm * math.sqrt(max(0.0, 1.25 + max(-1.0, min(1.0, along / norm))))
+
+
 def _as_single(value: float) -> float:
     """A number that single precision has, or infinity."""
     return value if not math.isfinite(value) or abs(value) < 3e38 else math.copysign(math.inf, value)
 
 
-def _differ(norms: Sequence[float], tolerance: float) -> bool:
-    finite = [norm for norm in norms if math.isfinite(norm)]
-    if len(finite) < len(norms):
+def _differ(numbers: Sequence[float], relative: float, absolute: float) -> bool:
+    finite = [number for number in numbers if math.isfinite(number)]
+    if len(finite) < len(numbers):
         return bool(finite)  # NaN on some ranks only
-    return max(norms) - min(norms) > tolerance * max(norms)
+    return max(numbers) - min(numbers) > relative * max(numbers) + absolute

@@ -8,7 +8,7 @@ backward graph when the compiler has finished with it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from lockstep.graph import ops
 
 _NARROW = (torch.bfloat16, torch.float16)
 # What the passes make of a graph; caches outlive an upgrade, so it grows whenever that changes (a test watches it).
-VERSION = 3
+VERSION = 4
 _GROUP_KEY = "lockstep_group"  # in the meta of a launch: which of the record's groups it is
 
 
@@ -85,9 +85,10 @@ def put_launches(graph: fx.Graph, record: GraphRecord) -> None:
         return  # a graph without a backward, or the body of a higher-order operator
     results = list(output.args[0])  # type: ignore[arg-type]
     order = {node: position for position, node in enumerate(graph.nodes)}
+    changed = torch_private.inputs_changed(output)
     placed: list[Group] = []
     for number, candidate in enumerate(record.groups):
-        group = _with_gradients(candidate, gradient_positions, inputs, results, record.left_out)
+        group = _with_gradients(candidate, gradient_positions, inputs, changed, results, record.left_out)
         placed.append(group)
         if not group.members:
             continue
@@ -120,6 +121,7 @@ def _with_gradients(
     group: Group,
     gradient_positions: dict[int, int],
     inputs: dict[int, fx.Node],
+    changed: Collection[int],
     results: Sequence[Any],
     left_out: dict[str, str],
 ) -> Group:
@@ -127,6 +129,9 @@ def _with_gradients(
     members = []
     for member in group.members:
         why = _why_not(member, gradient_positions, inputs, results)
+        if why is None and member.input_index in changed:
+            # Autograd would keep it for the backward, as an input of the launch, and find that it has changed since.
+            why = "the forward changes it"
         if why is None:
             members.append(member)
         else:

@@ -22,6 +22,7 @@ from lockstep.agree.board import open_board
 from lockstep.agree.stamp import Stamp, disagreement
 from lockstep.agree.watch import Watch
 from lockstep.engine.drift import NOTHING, Words
+from lockstep.engine.step_guard import updates_of
 from lockstep.program.parts import Parallel
 from lockstep.shard.mesh import whole_group
 
@@ -112,9 +113,8 @@ class Together:
     def _drift_of(self, step: Any) -> Words:
         if step.closing.union.check == "off":
             return NOTHING
-        step.frozen = tuple(slot.name for slot in step.reducer.slots if not slot.parameter.requires_grad)
         step.drift.open(step)
-        step.drift.use_settings(self._optimizers)
+        step.drift.use_settings(step, [updates_of(optimizer, step) for optimizer in self._optimizers])
         return step.drift.words()  # type: ignore[no-any-return]
 
     @staticmethod

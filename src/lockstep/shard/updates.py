@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep import torch_private
 from lockstep.engine.step import SyncStep
-from lockstep.engine.step_guard import before_update
+from lockstep.engine.step_guard import SoleOptimizer, before_update
 
 _library = torch.library.Library("lockstep", "FRAGMENT")
 _library.define(
@@ -35,6 +35,7 @@ class Tally:
     def __init__(self, step: SyncStep) -> None:
         self._tensor = torch.zeros(1)
         self._leaves: list[int] = []
+        self._optimizers: dict[tuple[int, ...], SoleOptimizer] = {}  # by the places that they update
         self._step = weakref.ref(step)
         self._number = next(_numbers)
         _tallies[self._number] = self
@@ -42,6 +43,7 @@ class Tally:
     def mark(self, parameters: Sequence[Any]) -> None:
         """Give these parameters the tally, and their place in it."""
         self._leaves = [id(parameter) for parameter in parameters]
+        self._optimizers.clear()
         for place, parameter in enumerate(parameters):
             parameter._lockstep_tally = (self._number, self._tensor, place)
 
@@ -49,6 +51,10 @@ class Tally:
         step = self._step()
         if step is not None:
             step.reducer.finiteness.refuse_compiled(step.reducer.slots)
+            updated = tuple(places)
+            if updated not in self._optimizers:
+                self._optimizers[updated] = SoleOptimizer({self._leaves[place] for place in places})
+            self._optimizers[updated].note_settings()
             before_update(step, lambda: {self._leaves[place] for place in places})
 
 

@@ -136,6 +136,7 @@ _NAMES_BY_PART = {
         "exits_autocast",
         "gradient_positions",
         "graph_input_name",
+        "inputs_changed",
         "new_graph_input",
         "node_flops",
         "plain_inputs",

@@ -15,6 +15,7 @@ __all__ = [
     "exits_autocast",
     "gradient_positions",
     "graph_input_name",
+    "inputs_changed",
     "new_graph_input",
     "node_flops",
     "plain_inputs",
@@ -32,6 +33,17 @@ def gradient_positions(output: Any) -> dict[int, int]:
         what.grad_of.idx: position
         for position, what in enumerate(described)
         if isinstance(what, GradAOTOutput) and isinstance(what.grad_of, PlainAOTInput)
+    }
+
+
+def inputs_changed(output: Any) -> set[int]:
+    """The plain inputs of a joint graph whose values change when it has run: what autograd keeps of them is stale."""
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTInput
+
+    return {
+        what.mutated_input.idx
+        for what in output.meta.get("desc") or ()
+        if isinstance(what, InputMutationAOTOutput) and isinstance(what.mutated_input, PlainAOTInput)
     }
 
 

@@ -70,7 +70,7 @@ class Region:
         self._compiled = compiled
         self._groups = groups  # which of its inputs are parameters whose gradients it delivers together
         self._first = next((group[0] for group in groups if group), None)
-        self._parts: dict[int, tuple[Any, list[list[Part]]]] = {}
+        self._parts: dict[int, tuple[Slot, LiveBucket, list[list[Part]]]] = {}
 
     def __call__(self, *args: Any) -> Any:
         outputs = self._compiled(*args)
@@ -85,12 +85,13 @@ class Region:
         key, cached = id(first), None
         found = slot_of(first)
         entry = self._parts.get(key)
-        if entry is not None and found is not None and entry[0] is found[1]:
-            cached = entry[1]
+        # A plan in another order has other buckets for the same slots.
+        if entry is not None and found is not None and entry[0] is found[1] and entry[1] is found[1].bucket:
+            cached = entry[2]
         if cached is None:
             cached = _resolve(self._groups, args, node)
             if found is not None:
-                self._parts[key] = (found[1], cached)
+                self._parts[key] = (found[1], found[1].bucket, cached)
         run = Run(node, cached)
         torch_private.node_metadata(node)[_RUN] = run
         node.register_hook(partial(_withhold, run))

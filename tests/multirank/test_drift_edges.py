@@ -1,0 +1,162 @@
+"""What ranks compare between windows, at its edges: whose settings, which weights, and who is told."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from multirank.harness import lockstep_only, run_ranks
+from multirank.test_drift import NUM_STEPS, Model, Optimizer, net, sgd
+
+pytestmark = [pytest.mark.multirank, lockstep_only]
+
+
+def other_members(model: Model) -> list[Optimizer]:
+    """All ranks have a slow and a fast group, but not of the same parameters."""
+    slow, fast = list(model.parameters())[:2], list(model.parameters())[2:]
+    if dist.get_rank() == 1:
+        slow, fast = fast, slow
+    return [torch.optim.SGD([{"params": slow, "lr": 1e-9}, {"params": fast, "lr": 2e-9}])]
+
+
+def a_part(model: Model) -> list[Optimizer]:
+    """What trains and is in no optimizer stays as it is, on all ranks."""
+    return [torch.optim.SGD(list(model.parameters())[:3], lr=1e-9 * (1 + dist.get_rank()))]
+
+
+class Compiled(torch.optim.SGD):
+    """A rate that differs by too little to be seen in weights, in a step that is compiled."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model.parameters(), lr=1e-9 * (1 + dist.get_rank()))
+        self.step = torch.compile(super().step, backend="aot_eager")  # type: ignore[method-assign]
+
+
+def compiled(model: Model) -> list[Optimizer]:
+    return [Compiled(model)]
+
+
+UNLIKE = {f.__name__: f for f in (other_members, a_part, compiled)}
+
+
+def update_unlike(name: str) -> str:
+    import lockstep
+
+    model = lockstep.DDP(net())
+    optimizers = UNLIKE[name](model)
+    model(torch.randn(4, 8)).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    loss = model(torch.randn(4, 8)).square().mean()
+    with pytest.raises(lockstep.errors.Disagreement) as caught:
+        loss.backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_settings_of_the_same_parameters_differ(name: str) -> None:
+    for text in run_ranks(2, update_unlike, name):
+        assert "other settings" in text
+        assert "lr=1e-09" in text
+        assert "lr=2e-09" in text
+
+
+def begin_orthogonal() -> None:
+    import lockstep
+
+    module = nn.Linear(16, 16, bias=False)
+    nn.init.orthogonal_(module.weight)  # of the same norm on all ranks
+    model = lockstep.DDP(module, init_sync=False)
+    with pytest.raises(lockstep.errors.Disagreement, match="weights of ranks differ"):
+        model(torch.randn(4, 16)).sum().backward()
+
+
+def test_other_weights_of_the_same_norm() -> None:
+    run_ranks(2, begin_orthogonal)
+
+
+def lookup(hook: str) -> list[str]:
+    """Ranks whose weights are meant to differ, or do with any data parallelism."""
+    import lockstep
+
+    module = nn.Sequential(nn.Embedding(20, 8, max_norm=0.5 if hook == "renormalised" else None), nn.Linear(8, 4))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = lockstep.DDP(module)
+    if hook == "noop":
+        model.register_comm_hook(None, noop_hook)
+    elif hook == "part of the ranks":
+        alone, _ = dist.new_subgroups(1)
+        model.register_comm_hook(alone, allreduce_hook)
+    optimizer = sgd(model)
+    for _ in range(NUM_STEPS):
+        optimizer.zero_grad()
+        model(torch.randint(0, 20, (4,))).square().mean().backward()
+        optimizer.step()
+    everyones: list[Any] = [None, None]
+    dist.all_gather_object(everyones, module[0].weight.detach())
+    assert not torch.equal(*everyones)
+    return [str(warning.message) for warning in caught if "max_norm" in str(warning.message)]
+
+
+@pytest.mark.parametrize("hook", ["noop", "part of the ranks", "renormalised"])
+def test_ranks_that_differ_as_with_torch(hook: str) -> None:
+    for told in run_ranks(2, lookup, hook):
+        assert [("0.weight" in text) for text in told] == ([True] if hook == "renormalised" else [])
+
+
+def slower(module: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 0.01
+
+
+def heavier(module: nn.Module, optimizer: Optimizer) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(1.5)
+
+
+def frozen(module: nn.Module, optimizer: Optimizer) -> None:
+    module.get_parameter("2.bias").requires_grad_(False)
+
+
+UNEVEN = {"slower": (slower, "lr=0.01"), "heavier": (heavier, "0.bias"), "frozen": (frozen, "2.bias")}
+
+
+def differ_while_one_has_joined(name: str) -> str:
+    """Rank 0 has run out of data when rank 2 begins to do something else than rank 1."""
+    import lockstep
+
+    module = net()
+    model = lockstep.DDP(module)
+    optimizer = sgd(model)
+    rank = dist.get_rank()
+
+    def train() -> None:
+        with model.join():
+            for step in range(2 if rank == 0 else NUM_STEPS):
+                if step == 5 and rank == 2:
+                    UNEVEN[name][0](module, optimizer)
+                optimizer.zero_grad()
+                model(torch.randn(4, 8)).square().mean().backward()
+                optimizer.step()
+
+    with pytest.raises(lockstep.errors.Disagreement) as caught:
+        train()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_a_rank_without_data_is_told_too(name: str) -> None:
+    told = run_ranks(3, differ_while_one_has_joined, name, limit_s=120)
+    assert len(set(told)) == 1, told
+    assert UNEVEN[name][1] in told[0], told
+    assert "rank 2" in told[0]
+    assert not any(line.strip().startswith("rank 0") for line in told[0].splitlines())
