@@ -224,7 +224,39 @@ class TwoKinds(nn.Module):
         return x
 
 
+def update_in_backward(how: str) -> None:
+    """What a graph delivers late is added before the hooks on shards run, which run once."""
+    sides = Sides(seeded(Twice), how)
+    optimizers = {p: torch.optim.AdamW([p], lr=0.01) for p in sides.module.parameters()}
+    theirs = torch.optim.AdamW(sides.reference.parameters(), lr=0.01)
+
+    def update(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(update)
+    for step in range(3):
+        sides.backward(step)
+        theirs.step()
+        theirs.zero_grad()
+    assert_close(whole_parameters(sides.module), parameters(sides.reference), "updated in the backward", 1e-7)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+        return x
+
+
 def two_kinds(how: str) -> None:
+    update_in_backward(how)
     torch.manual_seed(0)
     sides = Sides(TwoKinds(), how)
     sides.module.register_comm_hook(None, default_hooks.allreduce_hook)

@@ -141,3 +141,33 @@ def break_all(syncs: bool) -> str:
 def test_a_broken_backward_that_is_ignored(syncs: bool) -> None:
     for said in run_ranks(2, break_all, syncs, limit_s=180):
         assert ("layers.0.weight" in said) == syncs
+
+
+class Shuffled(Fragile):
+    """Layers of equal size, in an order of its own on each rank once it is told so."""
+
+    is_shuffled = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = (1, 0, 2, 3) if self.is_shuffled else (0, 1, 2, 3)
+        for number in order:
+            x = torch.tanh(self.layers[number](x))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def run_in_another_order() -> str:
+    """Gathers of different layers are paired up, and nothing but the comparison of ranks can tell."""
+    torch.manual_seed(0)
+    module = Shuffled().double()
+    shard_by_blocks(module)
+    x = Run.batch(0, 0)
+    module(x).sum().backward()
+    module.is_shuffled = dist.get_rank() == 1
+    with pytest.raises(lockstep.errors.Disagreement) as caught:
+        module(x).sum().backward()
+    return str(caught.value)
+
+
+def test_units_in_another_order_on_one_rank() -> None:
+    for said in run_ranks(2, run_in_another_order, limit_s=120):
+        assert "gathers of sharded units so far" in said

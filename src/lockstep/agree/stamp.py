@@ -33,6 +33,7 @@ class Stamp:
     num_buckets: int
     skipped: tuple[str, ...]
     resets: int
+    gathers: str = ""  # of a sharded model
 
     def digest(self) -> int:
         """A positive number that stands for all of it."""
@@ -62,6 +63,11 @@ _WORDS = {
         "skip_all_reduce_unused_params=True needs the same unused parameters on all ranks",
     ),
     "resets": ("calls of reset_sync_window()", "it must be called on all ranks"),
+    "gathers": (
+        "gathers of sharded units so far",
+        "a forward or an evaluation more on some ranks, or units in another order: shards of different units were "
+        "paired up, so weights and gradients of this step are not valid",
+    ),
 }
 
 

@@ -145,6 +145,7 @@ class Closing:
             num_buckets=reducer.num_buckets_reduced,
             skipped=tuple(bucket.shown_names for bucket in reducer.buckets if bucket.skipped),
             resets=step.num_resets,
+            gathers=step.gathers(),
         )
 
     # ---------------------------------------------------------------- who used what
@@ -208,8 +209,13 @@ class Closing:
             if intake.brought:
                 pairs = zip(bucket.slots, late, strict=True)
                 late = [intake.brought_late.get(s) if s in intake.brought else g for s, g in pairs]
-            self._collect_only(bucket, is_used)
-            reducer.add_late(bucket, late, is_used)
+            bucket.has_more = True
+            try:
+                self._collect_only(bucket, is_used)
+            finally:
+                bucket.has_more = False
+            with self._handing_out():
+                reducer.add_late(bucket, late, is_used)
         for bucket in remaining:
             self._after(bucket)
 

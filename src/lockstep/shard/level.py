@@ -30,13 +30,23 @@ class GatherLog:
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = list(units)
         self._numbers = {unit: number for number, unit in enumerate(units)}
-        self._num_started = 0
+        self._num_started = self._num_level = 0
+        self._digest = 0
         self._last: deque[tuple[int, int]] = deque(maxlen=4 * sum(len(unit.stores) for unit in units) + _SPARE)
 
     def note(self, unit: Unit, store: int) -> None:
         """A gather of one of a unit's stores starts."""
+        number = self._numbers[unit]
         self._num_started += 1
-        self._last.append((self._numbers[unit], store))
+        self._digest = (1000003 * self._digest + 64 * number + store + 1) & 0xFFFFFFFF
+        self._last.append((number, store))
+
+    def said(self) -> str:
+        """What ranks compare in every window: how many there were since they were level, and of what."""
+        if not self._last:
+            return ""
+        last = self._units[self._last[-1][0]].name
+        return f"{self._num_started - self._num_level}, the last of {last} ({self._digest:08x})"
 
     def level(self, watch: Watch, key: str) -> None:
         """Start what others have started and this rank has not; all ranks come here."""
@@ -56,6 +66,7 @@ class GatherLog:
             unit = self._units[number]
             self.note(unit, store)
             flights.append((unit, unit.stores[store].take_part(unit.links.gather, unit.gather_comm, key)))
+        self._num_level, self._digest = self._num_started, 0
         for unit in self._units:
             unit.reshard()  # waits for what is under way
         for unit, flight in flights:

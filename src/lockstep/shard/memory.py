@@ -227,7 +227,7 @@ class ShardMemory:
         else:
             torch_private.local_of(before).add_(value)
         hooks = torch_private.hooks_after(sharded)
-        if hooks:
+        if hooks and not slot.bucket.has_more:
             for hook in hooks.values():
                 hook(sharded)
 

@@ -263,6 +263,7 @@ class Root:
             for team in self.teams:
                 reset_together(team.step, mended)
                 team.agree_anew()
+                team.step.has_forward = False  # some ranks have not come to theirs
         finally:  # weights that differ are an error, of a model that is level again
             for team, before in zip(self.teams, num_resets, strict=True):
                 if team.step.num_resets > before:

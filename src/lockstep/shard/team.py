@@ -69,6 +69,8 @@ class Team:
         )
         self.step.drift.weights = None  # each rank has others
         self.step.after_pass = self._after_pass_of(me)
+        if mesh.num_replicas == 1:  # each replica gathers for itself
+            self.step.gathers = self.gather_log.said
         self._tally = Tally(self.step)
         self._tally.mark(self._leaves)
         for unit in units:
