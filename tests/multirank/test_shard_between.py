@@ -130,6 +130,9 @@ def replace_weights(how: str) -> str:
             pytest.raises(RuntimeError, match=r"'layers\.2\.weight' of a sharded model was replaced") as caught,
         ):
             sides.called(batch(0, 2))
+    del layer.weight
+    with pytest.raises(RuntimeError, match=r"'layers\.2\.weight' of a sharded model is no longer there"):
+        sides.called(batch(0, 2))
     return str(caught.value)
 
 
