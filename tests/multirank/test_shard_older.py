@@ -206,3 +206,56 @@ def clip_and_accumulate() -> None:
 
 def test_clipping_accumulation_and_precision() -> None:
     run_ranks(2, clip_and_accumulate)
+
+
+class WithIgnored(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.free, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.free(torch.tanh(self.first(x)))))
+
+
+def clip_with_ignored() -> None:
+    """Gradients of modules that are not sharded count, too, and are clipped with the rest."""
+    torch.manual_seed(0)
+    module = WithIgnored().double()
+    reference = copy.deepcopy(module)
+    wrapped = FSDP(module, ignored_modules=[module.free])
+    assert wrapped.clip_grad_norm_(1.0).item() == 0.0
+    for norm_type in (2.0, float("inf")):
+        x = torch.ones(2, 8, dtype=torch.float64)
+        for side in (wrapped, reference):
+            loss = side(x).square().mean()
+            side.zero_grad()  # while what is not sharded any more is whole
+            loss.backward()
+        norm = wrapped.clip_grad_norm_(0.01, norm_type)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.01, norm_type))
+        assert_close(whole_gradients(wrapped), gradients(reference), f"clipped by norm {norm_type}")
+
+
+def states_from_around() -> None:
+    """A module around gives what was chosen, for it or for the default: whole tensors."""
+    case = CASES["gpt_tied"]
+    names = [f"inner.{name}" for name in case.module().state_dict()]
+    inner = FSDP(case.module(), auto_wrap_policy=BLOCKS)
+    around = nn.ModuleDict({"first": nn.Linear(2, 2), "inner": inner, "last": nn.Linear(2, 2)})
+    whole = around.state_dict()
+    assert list(whole) == ["first.weight", "first.bias", *names, "last.weight", "last.bias"]
+    assert not any(isinstance(value, DTensor) for value in whole.values())
+    for chosen in (around, torch.compile(around, backend="aot_eager")):
+        with FSDP.state_dict_type(chosen, StateDictType.SHARDED_STATE_DICT):
+            assert all(isinstance(value, DTensor) == (n in names) for n, value in around.state_dict().items())
+    with FSDP.state_dict_type(around, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)):
+        assert (names[0] in around.state_dict()) == (dist.get_rank() == 0)
+    assert not any(isinstance(value, DTensor) for value in around.state_dict().values())
+
+
+def ignored_and_around() -> None:
+    clip_with_ignored()
+    states_from_around()
+
+
+def test_ignored_modules_and_modules_around() -> None:
+    run_ranks(2, ignored_and_around)

@@ -35,6 +35,7 @@ class Stamp:
     skipped: tuple[str, ...]
     resets: int
     passes: int = 0  # of a train step since the last update; a loop by hand may run as many as it likes
+    gathers: str = ""  # of a sharded model
 
     def digest(self) -> int:
         """A positive number that stands for all of it."""
@@ -67,6 +68,11 @@ _WORDS = {
     "passes": (
         "micro-batches of the train step since the last update",
         "reset() of a lockstep.TrainStep on some ranks only, in the middle of its micro-batches",
+    ),
+    "gathers": (
+        "gathers of sharded units so far",
+        "a forward or an evaluation more on some ranks, or units in another order: shards of different units were "
+        "paired up, so weights and gradients of this step are not valid",
     ),
 }
 

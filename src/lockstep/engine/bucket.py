@@ -98,6 +98,7 @@ class LiveBucket:
         "gradients",
         "has_landed",
         "has_left",
+        "has_more",
         "has_taken",
         "in_place",
         "is_held",
@@ -157,6 +158,7 @@ class LiveBucket:
         self.covered: set[Slot] | None = None  # the slots that those will bring
         self.has_left = False
         self.has_landed = False
+        self.has_more = False  # what is handed out now is not all of this window: something came late
         self.skipped = False
         self.flight: Any = None
         self.launched_ns = 0

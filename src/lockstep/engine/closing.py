@@ -153,6 +153,7 @@ class Closing:
             skipped=tuple(bucket.shown_names for bucket in reducer.buckets if bucket.skipped),
             resets=step.num_resets,
             passes=step.num_passes_told,
+            gathers=step.gathers(),
         )
 
     # ---------------------------------------------------------------- who used what
@@ -216,8 +217,13 @@ class Closing:
             if intake.brought:
                 pairs = zip(bucket.slots, late, strict=True)
                 late = [intake.brought_late.get(s) if s in intake.brought else g for s, g in pairs]
-            self._collect_only(bucket, is_used)
-            reducer.add_late(bucket, late, is_used)
+            bucket.has_more = True
+            try:
+                self._collect_only(bucket, is_used)
+            finally:
+                bucket.has_more = False
+            with self._handing_out():
+                reducer.add_late(bucket, late, is_used)
         for bucket in remaining:
             self._after(bucket)
 

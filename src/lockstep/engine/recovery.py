@@ -35,7 +35,7 @@ def reset_together(step: SyncStep, mended: str = "") -> None:
     """
     reducer, watch = step.reducer, step.reducer.transport.watch
     facts: dict[int, tuple[int, int, str]] = {}
-    if watch.board is not None and reducer.world > 1:
+    if watch.board is not None and watch.world > 1:
         sent = sum(bucket.has_left and not bucket.skipped for bucket in reducer.buckets)
         sent = sent if step.state is not State.IDLE else 0
         key = f"reset {step.num_resets + 1}"

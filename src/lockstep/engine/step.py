@@ -94,6 +94,7 @@ class SyncStep:
         self.before_hand_out: Callable[[], None] | None = None
         self.after_pass: Callable[[], None] | None = None
         self.on_error: Callable[[Exception], None] | None = None
+        self.gathers: Callable[[], str] = str  # what a sharded model has gathered so far, for ranks to compare
         self.unused_changed = False
         self.ready_order: list[Slot] = []
         self._last_unused: frozenset[str] | None = None

@@ -20,6 +20,7 @@ from lockstep.agree.watch import Watch
 from lockstep.engine.aloft import Aloft
 from lockstep.engine.audit import CollectiveAudit
 from lockstep.engine.flight import Moment, WorkFlight
+from lockstep.engine.patient import PatientWork
 
 # Waiting for a collective of these stops the host, so it must be watched.
 _HOST_BACKENDS = ("gloo", "mpi", "ucc")
@@ -111,6 +112,8 @@ class Transport:
         op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         work = scatter(mine, everyones, op=op, group=self.process_group, async_op=True)
+        if mine.device.type == "cpu" and self.backend(mine.device) == "gloo":
+            work = PatientWork(self.process_group, work)
         return self._flight(work, mine)
 
     def start_sparse_all_reduce(self, tensor: Tensor, name: str) -> WorkFlight:

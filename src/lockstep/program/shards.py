@@ -133,10 +133,7 @@ class Shards:
 
     def end(self) -> None:
         """A program has run: the shards have been written to, whatever their tensors count."""
-        unit = self.team.units[0]
-        for order in self.root.orders:
-            order.drop(unit.links.gather.watch, unit.moment)
-            order.end()
+        self.root.orders.forget()
         self.step.num_writes += 1
 
     # ---------------------------------------------------------------- while it runs
@@ -147,9 +144,9 @@ class Shards:
         if store is unit.stores[0]:
             unit.gathers.note_in_program(again=again)
         root, watch = self.root, unit.links.gather.watch
-        root.orders[not again].end()
         begun = now()
-        started = root.orders[again].take(store, unit.versions_of(store), start_gathering, watch, unit.moment)
+        order = root.orders.now(True, is_backward=again)
+        started = order.take(store, unit.versions_of(store), start_gathering)
         root.timeline.record("gather", begun, now(), unit.index)
         begun = now()
         started.flight.land(watch, unit.moment)

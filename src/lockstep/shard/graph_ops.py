@@ -89,10 +89,9 @@ def _gather(home: Tensor, key: Tensor, num_elements: int, dtype: torch.dtype, tr
     if store is unit.stores[0]:
         unit.gathers.note_in_graph()
     root = root_of(unit)
-    order = root.orders[torch_private.in_backward()]
-    root.orders[not torch_private.in_backward()].end()
+    order = root.orders.now(trains)
     begun = now()
-    started = order.take(store, unit.versions_of(store), start_gathering, unit.links.gather.watch, unit.moment)
+    started = order.take(store, unit.versions_of(store), start_gathering)
     root.timeline.record("gather", begun, now(), unit.index)
     _flights[started.buffer.data_ptr()] = started.flight
     return started.buffer
@@ -104,7 +103,9 @@ def start_gathering(store: FlatStore) -> Started:
     mine = store.shard().to(device=store.device, dtype=store.dtype, non_blocking=True)
     buffer = mine.new_empty(store.layout.num_elements)
     flight = start_gather(unit.links.gather, unit.gather_comm, buffer, mine, f"gather of {unit.name}")
-    return Started(buffer, flight, unit.versions_of(store))
+    if unit.gather_log is not None:
+        unit.gather_log.note(unit, unit.stores.index(store))
+    return Started(buffer, flight, unit.versions_of(store), unit.links.gather.watch, unit.moment)
 
 
 @torch.library.impl(_library, "gathered", "CompositeExplicitAutograd")
@@ -135,9 +136,13 @@ def _note_forward(unit: Unit, store: FlatStore, trains: bool) -> None:
     root = root_of(unit)
     if trains and not torch_private.in_backward():
         _compare_with_graph(root, store)
-        unit.num_graph_forwards += 1
+        root.attendance.note_forward()
+        store.deliveries.note_forward(root.attendance.is_idle)
         if not all(step.has_forward for step in root.steps):
+            root.follow_replaced()
             root.note_forward()
+    elif root.teams and unit is root.teams[0].units[0] and not torch_private.in_backward():
+        root.follow_replaced()
 
 
 def _compare_with_graph(root: Root, store: FlatStore) -> None:
@@ -230,8 +235,6 @@ def _scatter(grads: list[Tensor | None], anchor: Tensor) -> Tensor:
     root = root_of(unit)
     accumulator = store.accumulator()
     if accumulator is not None and torch_private.engine_will_run(accumulator):  # not torch.autograd.grad
-        if root.attendance.is_idle:  # see uneven.py, [Note: zeros]
-            grads = [None if gradient is None else torch.zeros_like(gradient) for gradient in grads]
         _deliver(root, unit, store, grads)
     return torch.zeros_like(anchor)
 
@@ -247,8 +250,9 @@ def _deliver(root: Root, unit: Unit, store: FlatStore, gradients: Sequence[Tenso
         if not step.is_in_pass:
             step.lane.begin(step)
         bucket = slots[0].bucket
-        num_due = max(1, unit.num_graph_forwards)
-        unit.num_graph_forwards = 0
+        num_due, is_idle = store.deliveries.come(root.attendance.is_idle)
+        if is_idle:  # see uneven.py, [Note: zeros]
+            coming = [torch.zeros_like(gradient) for gradient in coming]
         if not step.syncs or bucket.has_left or step.kind is Kind.FOLLOW_UP:
             for slot, gradient in zip(slots, coming, strict=True):
                 accumulate(slot, gradient)

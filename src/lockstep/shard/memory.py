@@ -25,6 +25,7 @@ from lockstep.shard.exchange import Load
 from lockstep.shard.layout import Cut, Piece, Strided
 from lockstep.shard.parameter import ShardedParameter
 from lockstep.shard.store import spread
+from lockstep.shard.uneven import Attendance
 
 
 def _plain(gradient: Tensor) -> Tensor:
@@ -39,7 +40,8 @@ def _plain(gradient: Tensor) -> Tensor:
 class ShardMemory:
     """Moves gradients from whole parameters into flat buffers, and from those to the shards."""
 
-    def __init__(self) -> None:
+    def __init__(self, attendance: Attendance) -> None:
+        self._attendance = attendance
         self.ownership = GradOwnership.ALIAS
         self.reduce_dtype: torch.dtype | None = None  # each unit has its own
         self.is_shared = False  # a whole parameter belongs to one unit
@@ -72,6 +74,8 @@ class ShardMemory:
         """Nothing: whole gradients leave soon, with their unit."""
 
     def put(self, slot: Slot, gradient: Tensor, scale: float) -> None:
+        if self._attendance.counts_as_zero:
+            return
         self._move(slot.bucket, [slot], [gradient])
         slot.bucket.mark_taken([slot])
 
@@ -82,21 +86,25 @@ class ShardMemory:
             slot.parameter.grad = None
 
     def absorb(self, bucket: LiveBucket, slots: Sequence[Slot], gradients: Sequence[Tensor], scale: float) -> None:
-        self._move(bucket, slots, gradients)
-        bucket.mark_taken(slots)
+        if not self._attendance.counts_as_zero:
+            self._move(bucket, slots, gradients)
+            bucket.mark_taken(slots)
         for slot in slots:
             if slot.parameter.grad is not None:
                 self.fold(slot, scale)
 
     def pack(self, bucket: LiveBucket, gradients: Sequence[Tensor | None], scale: float, *, takes: bool) -> Tensor:
-        coming = [(slot, g) for slot, g in zip(bucket.slots, gradients, strict=True) if g is not None]
+        is_idle = self._attendance.counts_as_zero
+        coming = [(slot, g) for slot, g in zip(bucket.slots, gradients, strict=True) if g is not None and not is_idle]
         self._move(bucket, [slot for slot, _ in coming], [g for _, g in coming])
         flat = self._buffer_of(bucket)
+        is_partial = self.loads[bucket.index].partial is not None
         for slot, gradient in zip(bucket.slots, gradients, strict=True):
-            if gradient is None and not slot.is_taken:
+            if (gradient is None or is_idle) and not slot.is_taken:
                 for piece in self._places[slot][2]:
                     torch_private.alias(flat, *piece.ranked).zero_()
-            elif takes:
+                slot.dirty = slot.dirty and (is_partial or not is_idle)  # who has no data has not used it
+            if takes and gradient is not None:
                 slot.parameter.grad = None
         bucket.mark_taken(bucket.slots)
         return flat
@@ -170,11 +178,14 @@ class ShardMemory:
         """A hook is given a buffer of its own (exchange.py)."""
 
     def keep(self, bucket: LiveBucket) -> None:
-        """After a pass that does not synchronise: see [Note: kept in the reduction's dtype]."""
-        if bucket.travel_dtype() is self.travel_dtype(bucket):
+        """After a pass that does not synchronise: see [Note: kept in the reduction's dtype], and in uneven.py
+        [Note: zeros]."""
+        if bucket.travel_dtype() is self.travel_dtype(bucket) and not self._attendance.is_joining:
             return
         for slot in bucket.slots:
             self.fold(slot, 1.0)
+            if self._attendance.counts_as_zero:
+                slot.dirty = slot.is_taken
 
     # ---------------------------------------------------------------- out of the buffer
 
@@ -198,8 +209,9 @@ class ShardMemory:
                 for slot in bucket.slots:
                     if is_used is None or is_used(slot):  # frozen by now or not
                         self._give(slot, flat, None if is_same else own)
-        for slot in bucket.slots:
-            slot.dirty = False
+            for slot in bucket.slots:
+                slot.dirty = False
+        # Where replicas reduce it in a later window, it is used in that one too.
         bucket.forget_buffer()
 
     def _give(self, slot: Slot, flat: Tensor, like: Tensor | None) -> None:
@@ -215,7 +227,7 @@ class ShardMemory:
         else:
             torch_private.local_of(before).add_(value)
         hooks = torch_private.hooks_after(sharded)
-        if hooks:
+        if hooks and not slot.bucket.has_more:
             for hook in hooks.values():
                 hook(sharded)
 
@@ -243,6 +255,36 @@ class ShardMemory:
             slot = next(slot for slot in bucket.slots if self._places[slot][0] is parameter)
             if slot.is_taken and slot.parameter.grad is None and parameter.whole_spec is None:
                 slot.parameter.grad = gradient.div_(scale).to(slot.parameter.dtype)
+
+    def take_partial(self) -> dict[ShardedParameter, tuple[Tensor, bool]]:
+        """What was reduced over the shards and not over the replicas yet, by parameter; then comes another plan."""
+        found = {}
+        for slot, (parameter, place) in self._homes.items():
+            partial = self.loads[slot.bucket.index].partial
+            if partial is not None:
+                found[parameter] = (torch_private.alias(partial, *place), slot.dirty)
+        return found
+
+    def put_partial(self, found: Mapping[ShardedParameter, tuple[Tensor, bool]]) -> None:
+        """Let the loads of another plan have it."""
+        for slot, (parameter, place) in self._homes.items():
+            if parameter not in found:
+                continue
+            value, was_used = found[parameter]
+            load = self.loads[slot.bucket.index]
+            if load.partial is None:
+                load.partial = value.new_zeros(load.layout.shard_elements)
+            torch_private.alias(load.partial, *place).copy_(value)
+            slot.dirty = slot.dirty or was_used
+
+    def drop(self, loads: Sequence[Load], buckets: Sequence[LiveBucket]) -> None:
+        """Forget the gradients of these that wait for a later window, wherever they lie."""
+        for bucket in buckets:
+            load = self.loads[bucket.index]
+            if load in loads:
+                load.partial, load.is_kept = None, False
+                bucket.forget_buffer()
+                self.forget(bucket.slots)
 
     def forget(self, slots: Iterable[Slot]) -> None:
         """Drop the whole gradients of these."""

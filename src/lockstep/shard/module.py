@@ -18,6 +18,7 @@ from lockstep import torch_private
 from lockstep.agree.last_words import notice
 from lockstep.engine.nonfinite import Policy
 from lockstep.engine.recovery import MADE_EQUAL
+from lockstep.errors import LockstepError
 from lockstep.observe.metrics import metrics_of
 from lockstep.observe.timeline import Timeline
 from lockstep.shard.explain import ShardExplanation, explain_root
@@ -73,6 +74,20 @@ class ShardedModule(FSDPModule):
         for _, unit in units_in(self):  # type: ignore[arg-type]
             unit.reshard()
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients: of the shards, whatever is gathered now, and those that wait for a reduction."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        units = [unit for _, unit in units_in(self)]  # type: ignore[arg-type]
+        for unit in units:
+            for parameter in unit.parameters:
+                gradient = parameter.sharded.grad
+                if gradient is not None and set_to_none:
+                    parameter.sharded.grad = None
+                elif gradient is not None:
+                    gradient.detach_().zero_()
+        if units and units[0].root is not None:
+            units[0].root.drop_local_gradients(units)
 
     # ---------------------------------------------------------------- what there is to see
 
@@ -183,6 +198,14 @@ class ShardedModule(FSDPModule):
         over all ranks, or over those that have data.
         """
         return join(self._root, batches, divide_by_initial_world_size=divide_by_initial_world_size)
+
+    def join_hook(self, **kwargs: Any) -> NoReturn:
+        """Refuse ``torch.distributed.algorithms.join.Join``, on all ranks alike, with a reason."""
+        raise LockstepError(
+            "torch's Join context cannot run a sharded model: within it a rank that has run out of data has left its "
+            "loop, and others still need its shards, and its optimizer steps on them. Fix: iterate with "
+            "`for batch in model.join(loader):` on every rank instead; see docs/sharding.md, Uneven inputs."
+        )
 
     @property
     def has_data(self) -> bool:

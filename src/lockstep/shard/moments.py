@@ -7,6 +7,9 @@
 
 [Note: recomputation]  A checkpoint runs the forward again inside the backward.  The unit is whole then if the
 backward has come to its outputs before; if not (the checkpoint is around the unit), it is an ordinary forward.
+
+[Note: second derivatives]  A backward that is recorded itself (``create_graph``) will be gone through once more, and no
+unit is told when that comes to it.  So what it has gathered stays whole until a backward has brought gradients.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 @torch_private.leave_to_python
 def before_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     root = root_of(unit)
+    if root.running is None:
+        root.forget_broken_backward()
     if unit.phase is Phase.BACKWARD:  # see [Note: recomputation]
         unit.wait()
         return _cast_inputs(unit, args, kwargs)
@@ -60,6 +65,7 @@ def after_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
         unit.phase = Phase.IDLE
         root.note_ran(unit)
         if _frees_now(unit):
+            _require_own_memory(unit, output)
             unit.free_after_forward()
     output = _cast_output(unit, output)
     if torch.is_grad_enabled():
@@ -88,8 +94,22 @@ def _frees_now(unit: Unit) -> bool:
     The root is needed at once by its backward.  After an evaluation none comes, and ``model.parameters()`` would be the
     whole ones: clipping or dropping gradients there would miss those of the shards.
     """
+    if root_of(unit).is_recorded:
+        return False  # see [Note: second derivatives]
     is_open = unit.reshard_after_forward is None and unit.gathers_in_backward
     return unit.frees_after_forward or (is_open and not torch.is_grad_enabled())
+
+
+def _require_own_memory(unit: Unit, output: Any) -> None:
+    """Raise if a unit that is about to be freed returns one of its parameters, or a view of one."""
+    for tensor in find_tensors(output):
+        for store in unit.stores:
+            if store.holds(tensor):
+                raise RuntimeError(
+                    f"{unit.name} returns a parameter of its own, or a view of one (shape {tuple(tensor.shape)}), and "
+                    "is freed after its forward: what was returned would have no memory. Fix: return a clone(), or "
+                    "shard that module with reshard_after_forward=False."
+                )
 
 
 class _Before:
@@ -106,6 +126,7 @@ class _Before:
 def _before_backward(unit: Unit) -> None:
     root = root_of(unit)
     root.note_backward()
+    root.is_recorded = root.is_recorded or torch.is_grad_enabled()  # see [Note: second derivatives]
     if unit.phase is Phase.BACKWARD and unit.is_full:
         return
     unit.phase = Phase.BACKWARD
@@ -120,7 +141,7 @@ def _before_backward(unit: Unit) -> None:
 @torch_private.leave_to_python
 def _after_backward(unit: Unit) -> None:
     unit.phase = Phase.IDLE
-    if unit.reshard_after_backward:
+    if unit.reshard_after_backward and not root_of(unit).is_recorded:
         unit.reshard()
 
 

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
 
 from lockstep.shard import older_optim, older_state
 from lockstep.shard.api import shard_modules
+from lockstep.shard.clip import clip_together
 from lockstep.shard.mesh import ShardMesh, take_mesh
 from lockstep.shard.module import ShardedModule
 from lockstep.shard.root import root_of, units_in
@@ -136,9 +137,11 @@ class FullyShardedDataParallel(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the norm of all gradients together; the norm is the whole model's, on every rank."""
-        norm = nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
-        full = getattr(norm, "full_tensor", None)
-        return norm if full is None else full()  # type: ignore[no-any-return]
+        return clip_together(self.parameters(), max_norm, norm_type)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, also those that wait for a reduction."""
+        self._inner.zero_grad(set_to_none)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         self._inner.register_comm_hook(state, hook)
@@ -169,8 +172,17 @@ class FullyShardedDataParallel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As ``state_dict_type`` says; whole tensors unless told otherwise."""
+        destination = args[0] if args else kwargs.get("destination")
+        before = set(destination or ())
         state = self._fsdp_wrapped_module.state_dict(*args, **kwargs)
-        return older_state.as_chosen(self, state)
+        mine = {name: value for name, value in state.items() if name not in before}
+        made = older_state.as_chosen(self, mine)
+        if destination is None:
+            return made
+        for name in mine:  # of a module around this one, which goes on with the dict that it has given
+            del state[name]
+        state.update(made)
+        return state
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Whole tensors or DTensors, under the plain model's names."""

@@ -48,10 +48,15 @@ def set_state_dict_type(
         )
     kind, optim_kind = _CONFIGS[state_dict_type]
     before = get_state_dict_type(module)
-    _settings[module] = StateDictSettings(
-        state_dict_type, state_dict_config or kind(), optim_state_dict_config or optim_kind()
-    )
+    chosen = StateDictSettings(state_dict_type, state_dict_config or kind(), optim_state_dict_config or optim_kind())
+    for one in _all_of(module):
+        _settings[one] = chosen
     return before
+
+
+def _all_of(module: nn.Module) -> list[nn.Module]:
+    """A module and what is inside it: it may be one around those of the class."""
+    return list(dict.fromkeys([module, *module.modules()]))
 
 
 @contextmanager
@@ -62,11 +67,16 @@ def state_dict_type(
     optim_state_dict_config: Any = None,
 ) -> Iterator[None]:
     """Choose within this context."""
-    before = set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+    before = {one: _settings.get(one) for one in _all_of(module)}
+    set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:
         yield
     finally:
-        _settings[module] = before
+        for one, settings in before.items():
+            if settings is None:
+                _settings.pop(one, None)
+            else:
+                _settings[one] = settings
 
 
 def as_chosen(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:

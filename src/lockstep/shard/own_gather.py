@@ -21,6 +21,7 @@ from torch import Tensor
 from lockstep import torch_private
 from lockstep.engine.flight import Flight, Moment
 from lockstep.engine.transport import Transport
+from lockstep.shard.deliveries import Deliveries
 from lockstep.shard.layout import contiguous, flat_layouts
 from lockstep.shard.parameter import ShardedParameter
 
@@ -114,6 +115,7 @@ class OwnStore:
         self._parts: list[tuple[_Travelling, list[Tensor]]] | None = None
         self._gathered: Tensor | None = None
         self._flight: Flight | None = None
+        self.deliveries = Deliveries()  # none: it is in no graph
 
     @property
     def is_laid_out_for_them(self) -> bool:
@@ -151,6 +153,13 @@ class OwnStore:
             else:
                 self._flight = transport.start_all_gather(self._gathered, mine, name)
 
+    def take_part(self, transport: Transport, comm: Any, name: str) -> Flight:
+        """Start a gather whose result nobody wants here: others have started it (level.py)."""
+        with torch.no_grad():
+            sent = [_as_bytes(tensor) for each in self._travelling for tensor in each.inputs(self.device, self._policy)]
+            mine = torch.cat(sent)
+            return transport.start_all_gather(mine.new_empty(self.world * mine.numel()), mine, name)
+
     def finish(self, transport: Transport, moment: Moment) -> None:
         """Wait for what was started; the whole parameters have their values then."""
         if self._flight is not None:
@@ -161,7 +170,7 @@ class OwnStore:
             return
         self._parts = self._gathered = None
         by_rank, offset = gathered.view(self.world, -1), 0
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # whole parameters outlive an evaluation
             for each, sent in parts:
                 arrived = []
                 for tensor in sent:
@@ -177,6 +186,10 @@ class OwnStore:
             each.free()
 
     # ---------------------------------------------------------------- where fewer ranks keep the whole: these do not
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of the whole parameters, which are freed."""
+        return any(tensor is parameter.full for parameter in self.parameters)
 
     def share_among(self, num_keepers: int) -> None:
         """Nothing: after a forward they are gathered from all ranks again."""

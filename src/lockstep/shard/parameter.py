@@ -56,6 +56,9 @@ class ShardedParameter:
         self.full: nn.Parameter | None = None
         self.sharded = self._shard(parameter, local.detach())
         self.register(self.sharded)
+        modules = [(reference(), name) for reference, name in owners]
+        # Where they have it, but for modules that keep their parameters elsewhere.
+        self.places = [(m._parameters, n) for m, n in modules if m is not None and m._parameters.get(n) is self.sharded]
 
     def _refuse_what_cannot_be_cut(self, parameter: Tensor, local: Tensor) -> None:
         if not parameter.is_contiguous() or not local.is_contiguous():

@@ -22,13 +22,15 @@ from torch import nn
 from lockstep import errors, torch_private
 from lockstep.engine.module_state import broadcast_tensors
 from lockstep.engine.recovery import reset_together
+from lockstep.engine.states import State
 from lockstep.engine.step import SyncStep
 from lockstep.engine.used import find_tensors, parameters_reached_from
 from lockstep.observe.moments import StepMoment, listeners, reached
 from lockstep.observe.timeline import Timeline, now
-from lockstep.shard.ahead import GatherOrder
+from lockstep.shard.ahead import GatherOrders
 from lockstep.shard.layout import ShardPlan, UnitLayout, flat_layouts
 from lockstep.shard.mesh import whole_group
+from lockstep.shard.replaced import Registered
 from lockstep.shard.team import Team
 from lockstep.shard.uneven import Attendance
 from lockstep.shard.unit import Phase, Unit
@@ -51,10 +53,12 @@ class Root:
         self.order: list[Unit] = []  # in which units ran in the last forwards, for the backward
         self._last_order: list[Unit] = []
         self._this_order: list[Unit] = []
-        self._is_end_queued = False
+        self._end_task: int | None = None  # the backward at whose end units are freed
+        self.is_recorded = False  # that backward, see moments.py, [Note: second derivatives]
         self._forward_start = 0
-        self.orders = (GatherOrder(), GatherOrder())  # of compiled graphs: in forwards, in backwards
+        self.orders = GatherOrders()  # of compiled graphs
         self._requires_grad = self._flags()
+        self._registered = Registered(parameter for unit in units for parameter in unit.parameters)
         for number, unit in enumerate(units):
             unit.root, unit.index = self, number
         by_mesh: dict[Any, list[Unit]] = {}
@@ -96,13 +100,21 @@ class Root:
 
     def begin_forward(self, unit: Unit) -> None:
         """The outermost unit of a forward is about to run."""
+        self.follow_replaced()
         self.running = unit
         self._forward_start = now()
+        if torch.is_grad_enabled():
+            self.attendance.note_forward()
         if listeners and torch.is_grad_enabled():
             reached(StepMoment.FORWARD, self.timeline.step, subject=self.teams[0].step.reducer if self.teams else None)
         self._last_order, self._this_order = self._this_order, []
         if torch.is_grad_enabled():
             self.note_forward()
+
+    def follow_replaced(self) -> None:
+        """Before a forward: take up shards that the program has put in the place of ours."""
+        if self._registered.follow():
+            self.plan_anew_in_next_forward()
 
     def note_forward(self) -> None:
         """A forward with gradients is about to run, in whatever way."""
@@ -194,51 +206,83 @@ class Root:
             with step.lane.lock:
                 step.note_output_reached()
                 step.lane.queue_end_of_outermost()
-        if not self._is_end_queued:
-            self._is_end_queued = True
+        task = torch_private.graph_task_id()
+        if self._end_task != task:
+            self._end_task = task
             torch_private.queue_backward_callback(self._end_backward)
 
     @torch_private.leave_to_python
     def _end_backward(self) -> None:
         """Free what no later gradient has freed: a unit whose inputs need none."""
-        self._is_end_queued = False
+        self._end_task = None
         if torch_private.in_nested_backward():
             return  # a reentrant checkpoint; the outer pass still needs them
+        if not self.is_recorded:
+            self.free_after_backward()
+        self._forget_backward()
+
+    def free_after_backward(self) -> None:
+        """Nothing that is whole is needed any more."""
+        self.is_recorded = False
+        for unit in self.units:
+            if unit.reshard_after_backward:
+                unit.reshard()
+
+    def _forget_backward(self) -> None:
+        """A backward is over, or broke."""
+        self._end_task = None
+        self.attendance.note_end_of_backward()
         for unit in self.units:
             unit.phase = Phase.IDLE
             unit.order_positions.clear()
-            unit.num_graph_forwards = 0
             unit.modules_to_run.clear()
-            if unit.reshard_after_backward:
-                unit.reshard()
             for store in unit.stores:
                 store.forget_part()
+                store.deliveries.end()
         self.order.clear()
-        for order in self.orders:
-            order.end()
+        self.orders.end()
+
+    def forget_broken_backward(self) -> None:
+        """Before a forward: a backward that raised has left its marks, since the engine skips its callbacks then."""
+        if self._end_task is not None and not torch_private.in_backward():
+            self._forget_backward()
+            self.is_recorded = False
+            for unit in self.units:
+                unit.reshard()
 
     # ---------------------------------------------------------------- after an error
 
     def reset(self, mended: str = "") -> None:
         """Forget what is under way, and free everything."""
         self.fail_forward()
-        self._is_end_queued = False
+        self._forget_backward()
+        self.is_recorded = False
         self._this_order, self._last_order = [], []
+        num_resets = [team.step.num_resets for team in self.teams]
         try:
             for team in self.teams:
                 reset_together(team.step, mended)
                 team.agree_anew()
+                team.step.has_forward = False  # some ranks have not come to theirs
         finally:  # weights that differ are an error, of a model that is level again
+            for team, before in zip(self.teams, num_resets, strict=True):
+                if team.step.num_resets > before:
+                    team.gather_log.level(team.watch, f"reset {team.step.num_resets}")
             self._free_all()
+
+    def drop_local_gradients(self, units: Sequence[Unit]) -> None:
+        """Forget what passes that did not synchronise have left for these units."""
+        for team in self.teams:
+            if team.step.state is State.IDLE:
+                team.memory.drop([load for load in team.memory.loads if load.unit in units], team.step.reducer.buckets)
+                team.step.holds_local_gradients = any(slot.dirty for slot in team.step.reducer.slots)
 
     def _free_all(self) -> None:
         for team in self.teams:
             team.memory.forget(team.step.reducer.slots)
         for unit in self.units:
             unit.reshard()
-            for order in self.orders:
-                order.drop(unit.links.gather.watch, unit.moment)
-                order.end()
+        self.orders.forget()
 
 
 def refuse_compiled_autograd() -> None:
@@ -284,7 +328,11 @@ def root_of(unit: Unit) -> Root:
     """The root that a unit belongs to, made when it is first asked for."""
     if unit.root is not None:
         return unit.root
-    top = unit.top()
+    with torch.inference_mode(False):  # it outlives an evaluation that may be the first to ask
+        return _make_root(unit.top())
+
+
+def _make_root(top: Unit) -> Root:
     modules = [module for reference in top.module_references if (module := reference()) is not None]
     units: list[Unit] = []
     names: dict[int, str] = {}

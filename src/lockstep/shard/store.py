@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep import torch_private
 from lockstep.engine.flight import Flight, Landed, Moment, WorkFlight
 from lockstep.engine.transport import Transport
+from lockstep.shard.deliveries import Deliveries
 from lockstep.shard.layout import FlatLayout, flat_layouts
 from lockstep.shard.parameter import ShardedParameter
 
@@ -41,6 +42,7 @@ class FlatStore:
         self.anchor = torch.zeros(1, device=device).requires_grad_(True)
         self.key = self.anchor.detach()  # the same memory, by which operators know the store
         self._accumulator: Any = None
+        self.deliveries = Deliveries()
         self.trains: tuple[bool, ...] = self.flags()
         self.graph_facts = self._graph_facts()
         self._buffer: Tensor | None = None
@@ -68,7 +70,7 @@ class FlatStore:
         """Let all shards lie in one buffer."""
         local = self.parameters[0].local
         device = local.device
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # it outlives an evaluation that may be running
             home = torch.zeros(self.layout.shard_elements, dtype=local.dtype, device=device)
             if self._pins and device.type == "cpu":
                 home = home.pin_memory()
@@ -150,19 +152,29 @@ class FlatStore:
         if self._buffer is not None:
             return
         self.follow()
-        if self.is_alias:
-            self._buffer = self.home
-        else:
-            self._buffer = torch.empty(0, dtype=self.dtype, device=self.device)
-        assert self._buffer is not None
-        for parameter, cut in zip(self.parameters, self.layout.cuts, strict=True):
-            parameter.make_full(self._buffer, cut.full_offset)
+        with torch.inference_mode(False):  # as in ``settle``
+            if self.is_alias:
+                self._buffer = self.home
+            else:
+                self._buffer = torch.empty(0, dtype=self.dtype, device=self.device)
+            assert self._buffer is not None
+            for parameter, cut in zip(self.parameters, self.layout.cuts, strict=True):
+                parameter.make_full(self._buffer, cut.full_offset)
 
     def _fill_memory(self) -> Tensor:
         """The buffer of the whole, with memory."""
         assert self._buffer is not None
         self._buffer.untyped_storage().resize_(self._full_elements * self._buffer.element_size())
         return torch_private.alias(self._buffer, (self._full_elements,), (1,), 0)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in memory that is freed with the whole."""
+        if self._buffer is None or self.is_alias or type(tensor) not in (Tensor, nn.Parameter):
+            return False
+        if tensor.layout is not torch.strided:
+            return False
+        place = self._buffer.untyped_storage().data_ptr()
+        return place != 0 and tensor.untyped_storage().data_ptr() == place
 
     def share_among(self, num_keepers: int) -> None:
         """Let the whole be such that this many ranks can keep equal parts of it."""
@@ -207,6 +219,11 @@ class FlatStore:
             else:
                 self._gathered = mine.new_empty(self.layout.num_elements)
             self._flight = start_gather(transport, comm, self._gathered, mine, name)
+
+    def take_part(self, transport: Transport, comm: Any, name: str) -> Flight | Any:
+        """Start a gather whose result nobody wants here: others have started it (level.py)."""
+        mine = self.shard().to(device=self.device, dtype=self.dtype)
+        return start_gather(transport, comm, mine.new_empty(self.layout.num_elements), mine, name)
 
     def finish(self, transport: Transport, moment: Moment) -> None:
         """Wait for what was started; the whole parameters have their values then."""

@@ -23,6 +23,7 @@ from lockstep.plan import Bucket, BucketCaps, ParameterSpec, Plan
 from lockstep.settings import agreement_timeout
 from lockstep.shard.exchange import HookExchange, Load, ScatterExchange
 from lockstep.shard.layout import ShardPlan, flat_layouts
+from lockstep.shard.level import GatherLog
 from lockstep.shard.memory import ShardMemory
 from lockstep.shard.mesh import Links, whole_group
 from lockstep.shard.parameter import ShardedParameter
@@ -47,7 +48,8 @@ class Team:
         self.watch = Watch(self.board, group.rank(), group_seconds=group_seconds)
         for unit in units:
             unit.links = Links(unit.mesh, self.watch)
-        self.memory = ShardMemory()
+        self.memory = ShardMemory(root.attendance)
+        self.gather_log = GatherLog(units)
         self._lingering: set[ShardedParameter] = set()  # frozen, and with gradients that have not been reduced yet
         plan, slots, loads = self._plan()
         self.slots = {slot.name: slot for slot in slots}
@@ -67,10 +69,13 @@ class Team:
         )
         self.step.drift.weights = None  # each rank has others
         self.step.after_pass = self._after_pass_of(me)
+        if mesh.num_replicas == 1:  # each replica gathers for itself
+            self.step.gathers = self.gather_log.said
         self._tally = Tally(self.step)
         self._tally.mark(self._leaves)
         for unit in units:
             unit.step = weakref.ref(self.step)
+            unit.gather_log = self.gather_log
         self.hooks = HookFeeder(self.step)
         self._is_agreed = False
         self._num_agreements = 0
@@ -81,10 +86,12 @@ class Team:
     def _after_pass_of(me: weakref.ref[Team]) -> Any:
         def after_pass() -> None:
             team = me()
+            root = None if team is None else team.units[0].root
+            if root is not None and root.is_recorded:
+                root.free_after_backward()
             if team is not None and team.step.syncs:
                 for unit in team.units:
                     unit.end_step()
-                root = team.units[0].root
                 if root is not None and team._lingering:
                     root.plan_anew_in_next_forward()
                 if root is not None and root.syncs_buffers and team is root.teams[0]:
@@ -134,7 +141,8 @@ class Team:
         """Take up parameters that were frozen, unfrozen, replaced or cast, between windows."""
         self.hooks.detach()
         planned = [p for load in self.memory.loads for p in load.parameters] if self.step.holds_local_gradients else []
-        self._lingering = {parameter for parameter in planned if not parameter.sharded.requires_grad}
+        partial = self.memory.take_partial()
+        self._lingering = {p for p in (*planned, *partial) if not p.sharded.requires_grad}
         self.step.reset()
         plan, slots, loads = self._plan()
         self.slots = {slot.name: slot for slot in slots}
@@ -145,6 +153,7 @@ class Team:
         self.step.rebuild()
         for slot in slots:
             slot.dirty = slot.parameter.grad is not None  # of passes that did not synchronise
+        self.memory.put_partial(partial)
         self.hooks.attach()
         self._is_agreed = False
 
@@ -162,14 +171,19 @@ class Team:
             return
         if self.board is not None:
             parameters = [p for unit in self.units for p in unit.parameters]
-            frozen = [p.name for p in parameters if not self._trains(p)]
-            named = ", ".join(frozen[:_MOST_NAMES]) + (", ..." if len(frozen) > _MOST_NAMES else "")
-            mine = f"{len(frozen)} of {len(parameters)} parameters are frozen" + (f": {named}" if frozen else "")
-            digest = hashlib.blake2b("\n".join(frozen).encode(), digest_size=16).hexdigest()
+            frozen = [p.name for p in parameters if not p.sharded.requires_grad]
+            waiting = [p.name for p in parameters if p in self._lingering]
+            mine = f"{len(frozen)} of {len(parameters)} parameters are frozen" + (
+                f": {_listed(frozen)}" if frozen else ""
+            )
+            if waiting:
+                mine += f"; gradients from before that are still to be reduced: {_listed(waiting)}"
+            digest = hashlib.blake2b("\n".join([*frozen, "", *waiting]).encode(), digest_size=16).hexdigest()
             self._num_agreements += 1
             key = f"shards that train, {self._num_agreements}, reset {self.step.num_resets}"
             told = self.watch.meet(key, f"a new plan of what trains: {mine}", f"{digest}\n{mine}", MEETING_SECONDS)
             if len(set(told.values())) > 1:
+                told = self.watch.by_global(told)
                 shown = {rank: text.split("\n")[1] for rank, text in told.items()}
                 raise errors.Disagreement(
                     f"Ranks train different parameters of a sharded model:\n{errors.rank_table(shown)}\n"
@@ -205,6 +219,10 @@ class Team:
             )
         if self.step.closing.union.control is not None:
             self.step.closing.union.control.connect(self.watch)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
 
 
 def _first_difference(told: dict[int, str]) -> str:

@@ -68,7 +68,7 @@ def _put(module: Any, unit: Any, gathered: list[list[Tensor]]) -> list[Place]:
     for path, name, number, position in module._lockstep_paths:
         owner = _at(module, path)
         whole = gathered[number][position]
-        places.append((owner, name, owner._parameters[name]))
+        places.append((owner, name, owner._parameters.get(name)))
         trains = unit.stores[number].trains[position]
         owner._parameters[name] = whole if trains else whole.detach()  # type: ignore[assignment]
     return places
@@ -76,7 +76,10 @@ def _put(module: Any, unit: Any, gathered: list[list[Tensor]]) -> list[Place]:
 
 def _put_back(places: list[Place]) -> None:
     for owner, name, registered in places:
-        owner._parameters[name] = registered
+        if registered is None:  # the program has taken it away; an error when the graph runs
+            del owner._parameters[name]
+        else:
+            owner._parameters[name] = registered
 
 
 def _at(module: nn.Module, path: tuple[str, ...]) -> nn.Module:

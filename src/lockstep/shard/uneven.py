@@ -4,9 +4,11 @@ Its shards are still needed, and still trained: every rank takes part in every g
 in whatever else the program does in a step (a norm over all gradients, say).  So the program's loop goes on there too,
 with the last batch once more, and what that rank's backward brings counts as zero.
 
-[Note: zeros]  Where nothing is compiled, the gradients of the model's outputs are made zero, so that all others are.
-Compiled, the gradients that a graph delivers are.  Both happen before anything is added up over passes: batches that a
-rank had before it ran out count.
+[Note: zeros]  What a backward brings is dropped on its way into the buffers (memory.py), wherever it came from: from
+outputs, or from a loss that a module keeps to itself.  What a rank added up while it had data lies in the buffers by
+then, since under ``join()`` every pass ends there; so it counts, divided by the ranks that had data with it.  Where one
+backward is of several forwards, of which some had data, each of the others is made zero: by a hook on its outputs, or
+compiled by the gradients that the graph delivers, the last forward's first.
 """
 
 from __future__ import annotations
@@ -33,13 +35,28 @@ class Attendance:
     """Which ranks have data in the iteration that is running."""
 
     def __init__(self) -> None:
+        self.number = 0  # of the loop that is running
         self.forget()
 
     def forget(self) -> None:
         """Nobody joins: all have data."""
+        self.is_joining = False
         self.is_idle = False  # this rank has none
+        self.had_data = False  # some forward did, whose backward may be still to come
         self.num_active: int | None = None  # to divide by, instead of by all ranks
         self.first_active = 0  # whose buffers are taken where they are synchronised
+
+    def note_forward(self) -> None:
+        """A forward with gradients runs."""
+        self.had_data = self.had_data or not self.is_idle
+
+    def note_end_of_backward(self) -> None:
+        self.had_data = False
+
+    @property
+    def counts_as_zero(self) -> bool:
+        """Whether nothing counts of what the backward that is running brings."""
+        return self.is_idle and not self.had_data
 
 
 def join(root: Root, batches: Iterable[Batch], *, divide_by_initial_world_size: bool) -> Iterator[Batch]:
@@ -56,6 +73,7 @@ def join(root: Root, batches: Iterable[Batch], *, divide_by_initial_world_size: 
         )
     transport = Transport(whole_group(mesh), team.watch)
     attendance = root.attendance
+    mine_is = attendance.number = attendance.number + 1  # a loop that was left may be dropped when another one runs
     iterator = iter(batches)
     had: list[Batch] = []
     try:
@@ -69,18 +87,20 @@ def join(root: Root, batches: Iterable[Batch], *, divide_by_initial_world_size: 
             active = [rank for rank, what in enumerate(said) if what == _HAS_DATA]
             if not active:
                 return
-            empty = [rank for rank, what in enumerate(said) if what == _NEVER_HAD_DATA]
+            empty = [team.watch.shown(rank) for rank, what in enumerate(said) if what == _NEVER_HAD_DATA]
             if empty:
                 raise errors.LockstepError(
                     f"join(): ranks {', '.join(map(str, empty))} had not a single batch, so there is nothing that they "
                     "could run while the others train. Fix: give every rank at least one batch."
                 )
+            attendance.is_joining = True
             attendance.is_idle = not has_data
             attendance.num_active = None if divide_by_initial_world_size else len(active)
             attendance.first_active = active[0]
             yield had[0]
     finally:
-        attendance.forget()
+        if attendance.number == mine_is:
+            attendance.forget()
 
 
 def _tell(transport: Transport, device: torch.device, mine: int) -> list[int]:

@@ -26,6 +26,7 @@ from lockstep.shard.store import FlatStore, GroupMemory
 
 if TYPE_CHECKING:
     from lockstep.engine.step import SyncStep
+    from lockstep.shard.level import GatherLog
     from lockstep.shard.root import Root
 
 
@@ -90,6 +91,7 @@ class Unit:
         self.parent: weakref.ref[Unit] | None = None
         self.root: Root | None = None
         self.step: weakref.ref[SyncStep] | None = None  # that reduces its gradients
+        self.gather_log: GatherLog | None = None  # of its team
         self.links = Links(mesh, own_scatter_group=False)  # until there is a root, with its own way to watch
         self.residence = Residence.SHARDED
         self.phase = Phase.IDLE
@@ -118,7 +120,6 @@ class Unit:
         self._versions: list[list[int]] = []  # of the shards that were gathered
         self.gathers = Gathers()
         self.last_gathers = Gathers()  # of the last step, for explain.py
-        self.num_graph_forwards = 0  # of compiled graphs, whose backward is still to come
         # Who runs the forwards of its modules, while a program of the whole step is traced (program/shard_trace.py).
         self.traced_by: Callable[[Unit, Callable[..., Any], Any, Any], Any] | None = None
         # Told whenever it was laid out anew.
@@ -241,6 +242,8 @@ class Unit:
                     continue
                 comm = self.gather_comm or (GroupMemory() if self.uses_group_memory else None)
                 store.start(self.links.gather, comm, f"gather of {self.name} ({number})")
+                if self.gather_log is not None:
+                    self.gather_log.note(self, number)
         self.residence = Residence.GATHERING
         self._note("gather", start)
 

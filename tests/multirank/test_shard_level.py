@@ -1,0 +1,173 @@
+"""Going on after an error that ranks have met at different places: their gathers are paired up again."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import lockstep
+from multirank.compare import assert_close
+from multirank.harness import lockstep_only, run_ranks
+from multirank.shard_training import gradients, shard_by_blocks, whole_gradients
+
+pytestmark = lockstep_only
+
+
+class Mine(torch.autograd.Function):
+    """The identity; its backward raises where it is armed."""
+
+    is_armed = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if Mine.is_armed:
+            raise ValueError("a bad gradient")
+        return gradient
+
+
+class Fragile(nn.Module):
+    """Equal layers, so that gathers of different ones would be paired up without anybody noticing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 3)
+        self.fails_at = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            _fail(self, number)
+            x = torch.tanh(layer(x))
+            if number == 1:
+                x = Mine.apply(x)  # type: ignore[no-untyped-call]
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@torch._dynamo.disable
+def _fail(module: Fragile, number: int) -> None:
+    if module.fails_at == number:
+        raise KeyError("bad input")
+
+
+class Run:
+    def __init__(self, how: str, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.module = Fragile().double()
+        self.reference = copy.deepcopy(self.module)
+        shard_by_blocks(self.module, **options)
+        torch._dynamo.reset()
+        self.called: Any = torch.compile(self.module, backend="aot_eager") if how == "compiled" else self.module
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+
+    @staticmethod
+    def batch(rank: int, step: int) -> Tensor:
+        return torch.randn(2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * rank + step))
+
+    def backward(self, step: int) -> None:
+        self.called(self.batch(self.rank, step)).square().mean().backward()
+
+    def compare(self, step: int) -> None:
+        self.module.zero_grad()
+        self.reference.zero_grad()
+        self.backward(step)
+        for rank in range(self.world):
+            (self.reference(self.batch(rank, step)).square().mean() / self.world).backward()
+        assert_close(whole_gradients(self.module), gradients(self.reference), f"step {step}")
+
+
+def fail_on_one(how: str, replicas: int = 1) -> None:
+    options: dict[str, Any] = {}
+    if replicas > 1:
+        shape = (replicas, dist.get_world_size() // replicas)
+        options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    run = Run(how, **options)
+    run.compare(0)
+    run.compare(1)
+    for step, place in enumerate((0, 2, "backward"), 2):
+        is_bad = run.rank == 1
+        if place == "backward":
+            Mine.is_armed = is_bad
+        elif is_bad:
+            run.module.fails_at = int(place)
+        with pytest.raises((KeyError, ValueError) if is_bad else lockstep.errors.LockstepError):
+            run.backward(step)
+        run.module.fails_at, Mine.is_armed = -1, False
+        run.module.reset_sync_window()
+        run.compare(step)
+        run.compare(step + 10)
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_an_error_on_one_rank(how: str) -> None:
+    run_ranks(2, fail_on_one, how, limit_s=180)
+
+
+def test_an_error_on_one_rank_of_replicas() -> None:
+    run_ranks(2, fail_on_one, "eager", 2, limit_s=180)
+
+
+def break_all(syncs: bool) -> str:
+    """A backward that raised on all ranks, without reset_sync_window(): nothing is mixed up in silence."""
+    run = Run("eager")
+    run.compare(0)
+    Mine.is_armed = True
+    run.module.set_requires_gradient_sync(syncs)
+    with pytest.raises(ValueError, match="a bad gradient"):
+        run.backward(1)
+    run.module.set_requires_gradient_sync(True)
+    Mine.is_armed = False
+    if not syncs:
+        run.compare(2)
+        return ""
+    with pytest.raises(lockstep.errors.LockstepError) as caught:
+        run.backward(2)
+    run.module.reset_sync_window()
+    run.compare(3)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("syncs", [True, False])
+def test_a_broken_backward_that_is_ignored(syncs: bool) -> None:
+    for said in run_ranks(2, break_all, syncs, limit_s=180):
+        assert ("layers.0.weight" in said) == syncs
+
+
+class Shuffled(Fragile):
+    """Layers of equal size, in an order of its own on each rank once it is told so."""
+
+    is_shuffled = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = (1, 0, 2, 3) if self.is_shuffled else (0, 1, 2, 3)
+        for number in order:
+            x = torch.tanh(self.layers[number](x))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def run_in_another_order() -> str:
+    """Gathers of different layers are paired up, and nothing but the comparison of ranks can tell."""
+    torch.manual_seed(0)
+    module = Shuffled().double()
+    shard_by_blocks(module)
+    x = Run.batch(0, 0)
+    module(x).sum().backward()
+    module.is_shuffled = dist.get_rank() == 1
+    with pytest.raises(lockstep.errors.Disagreement) as caught:
+        module(x).sum().backward()
+    return str(caught.value)
+
+
+def test_units_in_another_order_on_one_rank() -> None:
+    for said in run_ranks(2, run_in_another_order, limit_s=120):
+        assert "gathers of sharded units so far" in said
