@@ -431,15 +431,15 @@ def gathers_ahead() -> list[str]:
         pair.loss(step).backward()
         pair.module.zero_grad()
     said: list[str] = []
-    start = graph_ops._start
+    start = graph_ops.start_gathering
 
     def noted(store: Any) -> Any:
         said.append(f"begin {graph_ops._find(store.anchor)[0].name}")
         return start(store)
 
-    graph_ops._start = noted
+    graph_ops.start_gathering = noted
     pair.loss(3).backward()
-    graph_ops._start = start
+    graph_ops.start_gathering = start
     return said
 
 
