@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from launching import Launch, write_script
 from lockstep.checkpoint import latest, verify
-from tests.launching import Launch, write_script
-from tests.multirank.harness import lockstep_only
-from tests.multirank.test_faults_deaths import start_ranks
+from multirank.harness import lockstep_only
+from multirank.test_faults_deaths import start_ranks
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
 

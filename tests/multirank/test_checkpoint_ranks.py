@@ -20,7 +20,7 @@ from lockstep import torch_private
 from lockstep.checkpoint.moments import Moment
 from lockstep.testing import inject
 from multirank.harness import lockstep_only, run_outcomes, run_ranks
-from tests.multirank.test_faults_hangs import shared_pids
+from multirank.test_faults_hangs import shared_pids
 
 pytestmark = lockstep_only
 GOOD, BAD = "step-00000001", "step-00000002"

@@ -127,7 +127,7 @@ def frozen(module: nn.Module, optimizer: Optimizer) -> None:
     module.get_parameter("2.bias").requires_grad_(False)
 
 
-UNEVEN = {"slower": (slower, "lr=0.01"), "heavier": (heavier, "0.bias"), "frozen": (frozen, "2.bias")}
+UNEVEN = {"slower": (slower, "lr=0.01"), "heavier": (heavier, "weighted norm"), "frozen": (frozen, "2.bias")}
 
 
 def differ_while_one_has_joined(name: str) -> str:
@@ -160,3 +160,72 @@ def test_a_rank_without_data_is_told_too(name: str) -> None:
     assert UNEVEN[name][1] in told[0], told
     assert "rank 2" in told[0]
     assert not any(line.strip().startswith("rank 0") for line in told[0].splitlines())
+
+
+def perturb() -> list[float]:
+    """Sharpness-aware: each rank moves its weights along its own gradient, and puts them back before the update."""
+    import lockstep
+
+    module = net()
+    model = lockstep.DDP(module)
+    optimizer = sgd(model)
+    for _ in range(NUM_STEPS):
+        x = torch.randn(4, 8)
+        with model.no_sync():
+            model(x).square().mean().backward()
+        moved = [0.5 * p.grad / p.grad.norm() for p in module.parameters()]
+        with torch.no_grad():
+            torch._foreach_add_(list(module.parameters()), moved)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        with torch.no_grad():
+            torch._foreach_sub_(list(module.parameters()), moved)
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
+
+
+def test_weights_that_differ_on_purpose_within_a_step() -> None:
+    first, second = run_ranks(2, perturb)
+    torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-5)  # x + d - d is not always x
+
+
+def update_by_hand() -> str:
+    """No optimizer: weights are looked at as a backward begins."""
+    import lockstep
+
+    module = net()
+    model = lockstep.DDP(module)
+    for _ in range(NUM_STEPS):
+        model.zero_grad()
+        loss = model(torch.randn(4, 8)).square().mean()
+        try:
+            loss.backward()
+        except lockstep.errors.Disagreement as error:
+            return str(error)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter -= 0.1 * (1 + dist.get_rank()) * parameter.grad
+    return ""
+
+
+def test_updates_by_hand() -> None:
+    for text in run_ranks(2, update_by_hand):
+        assert "weights of ranks differ" in text
+
+
+def grow_nothing() -> int:
+    import lockstep
+
+    model = lockstep.DDP(net(), check="off")
+    optimizer = sgd(model)
+    for step in range(40):
+        optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+    return len(model.step.drift._updates)
+
+
+def test_nothing_is_remembered_where_nothing_is_compared() -> None:
+    assert run_ranks(2, grow_nothing) == [0, 0]

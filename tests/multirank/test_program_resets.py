@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.multirank.harness import expect_errors, lockstep_only, run_ranks
+from multirank.harness import expect_errors, lockstep_only, run_ranks
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
 PRELOAD = ("torch.fx.experimental.proxy_tensor",)

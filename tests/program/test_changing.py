@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 import lockstep
 from lockstep.program.changing import NotTaken, Setting, _Reading
 from lockstep.program.restless import MOST_NEW
-from tests.program.fakes import captured_on_a_stand_in
-from tests.program.loops import Mlp, Setup, assert_close, assert_same, batch_of
+from program.fakes import captured_on_a_stand_in
+from program.loops import Mlp, Setup, assert_close, assert_same, batch_of
 
 NUM_STEPS = 20
 VARIABLE = "LOCKSTEP_TEST_CHANGING"

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from tests.program.fakes import captured_on_a_stand_in
-from tests.program.loops import RATE, Setup, assert_close, assert_same, batch_of
+from program.fakes import captured_on_a_stand_in
+from program.loops import RATE, Setup, assert_close, assert_same, batch_of
 
 NUM_WINDOWS = 10
 MICRO = 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from tests.program.loops import CASES, Mlp, assert_close, batch_of, by_hand, by_step, make_step, set_up
+from program.loops import CASES, Mlp, assert_close, batch_of, by_hand, by_step, make_step, set_up
 
 
 def shard(module: Any) -> Any:
@@ -105,3 +106,82 @@ def test_a_parameter_without_gradient_is_the_loops(world_of_one: None, uncompile
         step(batch_of(index))
     assert "never.weight, never.bias get no gradient" in step.explain().reasons[0]
     assert step.explain().num_loop_calls == 3
+
+
+def fail(model: Any, step: Any) -> None:
+    with pytest.raises(RuntimeError):
+        step({"x": torch.ones(2, 3), "y": torch.zeros(2, 4)})
+
+
+def reset(model: Any, step: Any) -> None:
+    step.reset()
+
+
+def drop(model: Any, step: Any) -> None:
+    model.zero_grad()
+
+
+# What is done after the first micro-batch of a window; the calls that end it; what counts then.
+BETWEEN = {
+    "fail": (fail, [101], [100, 101]),
+    "reset": (reset, [101, 102], [101, 102]),
+    "drop": (drop, [101], [101]),
+}
+
+
+@pytest.mark.parametrize("mode", ["loop", "graph"])
+@pytest.mark.parametrize("name", BETWEEN)
+def test_what_happens_between_micro_batches(name: str, mode: str, world_of_one: None, uncompiled: None) -> None:
+    """Nothing is counted twice, nor after it was dropped, whether a program or the loop ran it."""
+    disturb, calls, counted = BETWEEN[name]
+    torch.manual_seed(0)
+    plain = Mlp()
+    model = shard(copy.deepcopy(plain))
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        return model(batch["x"]).square().mean()
+
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
+    step = lockstep.TrainStep(model, ours, loss, accumulate=2, mode=mode)
+    for window in range(6):
+        batches = [2 * window, 2 * window + 1]
+        if window == 4:
+            step(batch_of(100))
+            disturb(model, step)
+            for index in calls:
+                step(batch_of(index))
+            batches = counted
+        else:
+            for index in batches:
+                step(batch_of(index))
+        theirs.zero_grad()
+        for index in batches:
+            (loss(plain, batch_of(index)) / 2).backward()
+        theirs.step()
+    for parameter, right in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.full_tensor(), right)
+    assert mode == "loop" or step.explain().num_program_calls > 6
+
+
+def test_a_parameter_that_joins_an_optimizer_later(world_of_one: None, uncompiled: None) -> None:
+    model, late = shard(Mlp()), nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = lockstep.TrainStep(
+        model, optimizer, lambda m, b: (m(b["x"]) * late).square().mean(), accumulate=2, mode="graph"
+    )
+    for index in range(12):
+        if index == 6:
+            optimizer.add_param_group({"params": [late]})
+        step(batch_of(index))
+    assert late.item() != 1
+
+
+def test_units_that_stay_whole_for_a_while(world_of_one: None, uncompiled: None) -> None:
+    model = shard(Mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = lockstep.TrainStep(model, optimizer, lambda m, b: m(b["x"]).square().mean(), mode="graph")
+    for index in range(9):
+        model.set_reshard_after_backward(index not in (3, 4))
+        step(batch_of(index))
+    assert step.explain().num_loop_calls <= 4, step.explain()
+    assert len(step.explain().reasons) == 1

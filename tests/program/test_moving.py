@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import lockstep
-from tests.program.loops import Mlp, assert_same, batch_of
+from program.loops import Mlp, assert_same, batch_of
 
 
 def numbers() -> Iterator[float]:

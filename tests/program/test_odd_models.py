@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import lockstep
-from tests.program.loops import Mlp, assert_close, assert_same, batch_of
+from program.loops import Mlp, assert_close, assert_same, batch_of
 
 HERE = r"\(at test_odd_models\.py:\d+\)"
 
@@ -125,6 +126,32 @@ class Written(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         self.total += 0.5
         return super().forward(x) * self.total
+
+
+class Centre(nn.Module):
+    """Writes to a buffer that is not the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(4))
+
+    def forward(self, y: Tensor) -> Tensor:
+        self.centre.mul_(0.9).add_(y.detach().mean(0))
+        return (y - self.centre).square().mean()
+
+
+def test_a_criterion_that_writes_to_its_buffer(uncompiled: None) -> None:
+    model, criterion = Mlp(), Centre()
+    step = lockstep.TrainStep(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: criterion(m(b["x"])), mode="graph"
+    )
+    seen = []
+    for index in range(5):
+        step(batch_of(index))
+        seen.append(criterion.centre.clone())
+    assert all(not torch.equal(a, b) for a, b in itertools.pairwise(seen))
+    assert step.explain().num_program_calls == 0
+    assert any("Centre" in reason for reason in step.explain().reasons), step.explain()
 
 
 class Nested(Mlp):

@@ -185,7 +185,9 @@ class _Silence:
         for rank in ranks:
             beat = beats.get(members[rank])
             is_new = beat is not None and beat.number != self._numbers.get(rank)
-            self._seconds[rank] = 0.0 if is_new or rank == self._board.rank else self._seconds.get(rank, 0.0) + passed
+            has_begun = beat is not None or rank in self._numbers  # signs begin with a rank's first board
+            is_silent = has_begun and not is_new and rank != self._board.rank
+            self._seconds[rank] = self._seconds.get(rank, 0.0) + passed if is_silent else 0.0
             if beat is not None:
                 self._numbers[rank] = beat.number
         silent = [members[rank] for rank in ranks if self._seconds[rank] >= limit]

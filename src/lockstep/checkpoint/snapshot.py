@@ -63,7 +63,7 @@ def _copied(chosen: Mapping[str, Held]) -> dict[str, torch.Tensor]:
     for name, entry in chosen.items():
         local = entry.local
         if local.is_cuda:
-            host = torch.empty(local.shape, dtype=local.dtype, pin_memory=True)
+            host = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=True)
             copies[name] = host.copy_(local, non_blocking=True)
             devices.add(local.device)
         else:

@@ -44,7 +44,6 @@ class PlanKeeper:
         self._module = wrapped.module
         self._parameters = wrapped.parameters
         self._ignored = wrapped.ignored
-        self._device = wrapped.placement.device
         self._caps = wrapped.caps
         self._step = step
         self._hooks = hooks
@@ -134,7 +133,8 @@ class PlanKeeper:
         transport = self._step.reducer.transport
         if transport.is_alone:
             return
-        mine = torch.tensor(list(bytes.fromhex(self.plan.digest)), dtype=torch.uint8, device=self._device)
+        device = self._step.reducer.slots[0].parameter.device  # it may have been moved since it was wrapped
+        mine = torch.tensor(list(bytes.fromhex(self.plan.digest)), dtype=torch.uint8, device=device)
         expected = mine.clone()
         transport.land(transport.start_broadcast(expected, 0), "the comparison of plans in the first step")
         if not torch.equal(mine, expected):

@@ -2,6 +2,10 @@
 
 Both are of the updates before this window, when only then anyone can know.  They travel with the exchange that ends a
 window; a difference is one error on all ranks.
+
+[Note: when]  Within a step ranks may have other weights on purpose, and put them back before they update: SAM moves
+them along each rank's own gradient for a second backward.  So weights are looked at when an optimizer is about to step,
+and as a backward begins only where none did, and no local gradients were dropped since.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
     from lockstep.engine.step import SyncStep
 
 _SECONDS = 60.0
+_MOST_UPDATES = 1000
 _trains = attrgetter("parameter.requires_grad")
 
 
@@ -49,19 +54,28 @@ class Drift:
         self._last: Updates = {}  # before this window
         self._is_ahead = False  # they are of the update that is to come
         self._word: tuple[Updates, int] = ({}, 0)  # updates, and the number that stands for them
+        self._has_looked = False  # at weights, since the last window
 
     def note_update(self, updates: Updates) -> None:
         """Parameters are about to be updated, by these settings."""
+        if len(self._updates) > _MOST_UPDATES:
+            self._updates = {}  # no window of this model opens
         for settings, places in updates.items():
             self._updates[settings] = self._updates.get(settings, 0) | places
 
+    def look(self, step: SyncStep, *, is_in_backward: bool = False) -> None:
+        """Look at some weights, best before they are updated: see [Note: when]."""
+        self._has_looked = True
+        if self.weights is not None and step.reducer.exchange.is_same_on_all:
+            self.weights.look(step.num_windows, step.reducer.slots, is_in_backward=is_in_backward)
+
     def open(self, step: SyncStep) -> None:
         """A window begins: what is told at its end is as it is now, before anything is updated."""
-        slots = step.reducer.slots
         self._tell(step, self._updates, is_ahead=False)
         self._updates = {}
-        if self.weights is not None and step.reducer.exchange.is_same_on_all:
-            self.weights.look(step.num_windows, slots)
+        if not self._has_looked and not _has_dropped(step):
+            self.look(step, is_in_backward=True)
+        self._has_looked = False
 
     def use_settings(self, step: SyncStep, updates: Sequence[Updates]) -> None:
         """The coming update is a program's, which is by these."""
@@ -106,7 +120,14 @@ class Drift:
 
     def forget(self) -> None:
         """All ranks begin anew, with equal weights."""
-        self.is_known = False
+        self.is_known = self._has_looked = False
         self._updates, self._last = {}, {}
         if self.weights is not None:
             self.weights.forget()
+
+
+def _has_dropped(step: SyncStep) -> bool:
+    """Whether gradients of passes that did not synchronise are gone without having been reduced."""
+    return step.holds_local_gradients and any(
+        slot.dirty and not slot.is_taken and slot.parameter.grad is None for slot in step.reducer.slots
+    )

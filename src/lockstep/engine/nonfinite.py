@@ -134,7 +134,7 @@ class Finiteness:
         return bad, 0
 
     def _queue(self, window: int, sums: Tensor) -> None:
-        host = torch.empty(sums.shape, dtype=torch.float32, pin_memory=True)
+        host = torch.empty(sums.shape, dtype=torch.float32, device="cpu", pin_memory=True)
         host.copy_(sums, non_blocking=True)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(sums.device))

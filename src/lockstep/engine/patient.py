@@ -13,6 +13,10 @@ from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
 
+from lockstep.agree.last_words import finish_before_end
+
+_LAST_SECONDS = 0.5
+_threads: list[tuple[SimpleQueue[PatientWork | None], threading.Thread]] = []
 _queues: weakref.WeakKeyDictionary[Any, SimpleQueue[PatientWork | None]] = weakref.WeakKeyDictionary()
 
 
@@ -22,7 +26,7 @@ class PatientWork:
     def __init__(self, process_group: Any, work: Any) -> None:
         self._work = work
         self._done = threading.Event()
-        self._error: RuntimeError | None = None
+        self._error: Exception | None = None
         _queue_of(process_group).put(self)
 
     def wait(self, timeout: timedelta) -> None:
@@ -38,7 +42,7 @@ class PatientWork:
     def _finish(self) -> None:
         try:
             self._work.wait()
-        except RuntimeError as error:
+        except Exception as error:
             self._error = error
         finally:
             self._work = None
@@ -50,8 +54,21 @@ def _queue_of(process_group: Any) -> SimpleQueue[PatientWork | None]:
     if queue is None:
         queue = _queues[process_group] = SimpleQueue()
         weakref.finalize(process_group, queue.put, None).atexit = False
-        threading.Thread(target=_wait_for_all, args=(queue,), name="lockstep scatters", daemon=True).start()
+        thread = threading.Thread(target=_wait_for_all, args=(queue,), name="lockstep scatters", daemon=True)
+        if not _threads:
+            finish_before_end(_end_threads)
+        _threads[:] = [(known, waiting) for known, waiting in _threads if waiting.is_alive()] + [(queue, thread)]
+        thread.start()
     return queue
+
+
+def _end_threads() -> None:
+    """At the end of the process: one that comes back from a wait while Python ends would abort it."""
+    for queue, _ in _threads:
+        queue.put(None)
+    for _, thread in _threads:
+        thread.join(_LAST_SECONDS)
+    _threads.clear()
 
 
 def _wait_for_all(queue: SimpleQueue[PatientWork | None]) -> None:

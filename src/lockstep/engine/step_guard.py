@@ -69,8 +69,11 @@ def before_update(step: SyncStep, stepped: Callable[[], set[int]]) -> None:
 
 def _note_settings(optimizer: torch.optim.Optimizer, step: SyncStep, shares: Sequence[int]) -> None:
     """Remember by which settings an optimizer updates which parameters; ranks compare them in the next window."""
-    if step.closing.union.control is not None:
+    union = step.closing.union
+    if union.control is not None and union.check != "off":
         step.drift.note_update(_updates(optimizer, shares))
+        if step.state is State.IDLE:
+            step.drift.look(step)
 
 
 class SoleOptimizer:

@@ -48,8 +48,11 @@ class Weights:
         self._num_elements = 0
         self._event: Any = None
 
-    def look(self, window: int, slots: Sequence[Slot]) -> None:
-        """Look at a part of the parameter whose turn it is, unless a look is still to be compared."""
+    def look(self, window: int, slots: Sequence[Slot], *, is_in_backward: bool = False) -> None:
+        """Look at a part of the parameter whose turn it is, unless a look is still to be compared.
+
+        What is seen as a backward begins is not compared with what another rank saw before an update.
+        """
         if self._numbers is not None or not slots:
             return
         slot = slots[window % len(slots)]
@@ -64,12 +67,12 @@ class Weights:
         if not is_coarse and part.dtype not in _FINE:
             return  # there are no norms of it
         part = part.float() if is_coarse else part
-        self.name, self._window = slot.name, window
+        self.name, self._window = slot.name, 2 * window + is_in_backward
         self._tolerances = (_COARSE_TOLERANCE if is_coarse else _TOLERANCE, _LEAST_DIFFERENCE * part.numel() ** 0.5)
         pattern = _pattern(part.dtype, part.device)[: part.numel()]
-        numbers = torch.stack([torch.linalg.vector_norm(part), torch.dot(part, pattern)])
+        numbers = torch.stack([torch.linalg.vector_norm(part), (part * pattern).sum()])  # without cuBLAS
         if device == "cuda":
-            host = torch.empty(2, dtype=numbers.dtype, pin_memory=True)
+            host = torch.empty(2, dtype=numbers.dtype, device="cpu", pin_memory=True)
             numbers = host.copy_(numbers, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(part.device))
@@ -140,7 +143,7 @@ def _pattern(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Ones with signs that follow no rule which weights would follow too, the same on all ranks."""
     known = _patterns.get((dtype, device))
     if known is None:
-        numbers = torch.arange(_MOST_ELEMENTS, dtype=torch.int64)
+        numbers = torch.arange(_MOST_ELEMENTS, dtype=torch.int64, device="cpu")
         for _ in range(3):  # a step of a known generator of random numbers, in 31 bits
             numbers = (numbers * 1_103_515_245 + 12_345) % (1 << 31)
             numbers ^= numbers >> 13

@@ -97,10 +97,10 @@ class Captured:
         if index > 0:
             self._take_edits()
         key = self._key(batch, index, is_last)
-        restless = self._restless.look(key, batch, is_new=key not in self._programs and not self._seen[key])
+        program = self._programs.get(key)
+        restless = self._restless.look(key, batch, is_new=program is None and not self._seen[key])
         if restless and not self._never:
             self._record.fall_back(restless)
-        program = self._programs.get(key)
         is_other = self._trained.has_changed(self._recipe.parameters, index)
         can = not is_other and (program is not None or self._may_capture(key, batch))
         if self._recipe.parallel.is_joined:

@@ -127,7 +127,7 @@ class CudaMachine:
         return CudaMark(self.device)
 
     def read_later(self, counter: Tensor) -> Callable[[], int]:
-        host = torch.empty(counter.shape, dtype=counter.dtype, pin_memory=True)
+        host = torch.empty(counter.shape, dtype=counter.dtype, device="cpu", pin_memory=True)
         host.copy_(counter, non_blocking=True)
         return lambda: int(host.item())
 
@@ -193,7 +193,9 @@ class CudaInbox:
         source = given
         if not given.is_pinned():
             if turn.pinned is None:
-                turn.pinned = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, pin_memory=True)
+                turn.pinned = torch.empty_strided(
+                    given.shape, given.stride(), dtype=given.dtype, device="cpu", pin_memory=True
+                )
             elif turn.is_used:
                 turn.arrived.synchronize()  # of two steps ago: the memory is about to be written again
             source = turn.pinned.copy_(given)

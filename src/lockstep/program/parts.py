@@ -64,6 +64,11 @@ class Parallel:
             return int(whole_group(sharded._lockstep_unit.mesh).rank())
         return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
+    def drop_local_gradients(self) -> None:
+        """Forget what sharded models have added up in whole gradients, which no shard's ``.grad`` has yet."""
+        for module in self.sharded:
+            module._root.drop_local_gradients(module._units())
+
     def reset(self) -> None:
         """Forget a window that was under way on this rank, after an attempt that others know nothing of."""
         for wrapper in self.wrappers:

@@ -109,9 +109,22 @@ class Shards:
         """The whole parameter of a shard, as an object: its memory comes and goes."""
         if not self._wholes:
             self._wholes = {id(p.sharded): p.full for unit in self.root.units for p in unit.parameters}
-        whole = self._wholes[id(sharded)]
-        assert whole is not None
-        return whole
+        whole = self._wholes.get(id(sharded))
+        return sharded if whole is None else whole  # one that is not sharded adds up in itself
+
+    def dropped(self) -> set[int]:
+        """Parameters (by ``id``) of which nothing waits for a reduction any more: ``zero_grad()`` was called."""
+        return {id(slot.leaf) for slot in self.step.reducer.slots if not slot.dirty}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a unit has its whole parameters in the place of shards just now."""
+        return any(unit.is_full for unit in self.root.units)
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether ranks may run out of data: inside ``join()``."""
+        return self.root.attendance.is_joining
 
     def note_local(self, parameters: set[int]) -> None:
         """Gradients of these (by ``id``) lie with the whole parameters now, for the loop to reduce."""

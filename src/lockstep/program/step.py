@@ -135,6 +135,7 @@ class TrainStep:
         """
         self._passes.drop(self._micro)
         self._micro = 0
+        self._parallel.drop_local_gradients()
         self._recipe.begin()
 
     # ---------------------------------------------------------------- how it runs
@@ -276,6 +277,7 @@ class TrainStep:
         self.num_updates = int(state["num_updates"])
         self._passes.drop(self._micro)
         self._micro = 0
+        self._parallel.drop_local_gradients()
         if self._recipe.average is not None:
             self._recipe.average.load(state.get("averages", {}))
 

@@ -72,13 +72,16 @@ class Whole:
         self._sum_of: dict[int, Tensor] = {}
         self._has_sum: set[int] = set()
         self._trained = TrainedInWindow()
+        self._is_kept = False  # this micro-step of a sharded model cannot be a program
 
     # ---------------------------------------------------------------- one micro-step
 
     def micro(self, tree: Any, index: int, *, is_last: bool) -> Any:
         """Run micro-step ``index`` of a window, with the update if it is the last."""
-        if self._recipe.options.accumulate == 1 or self._shards is not None:
-            return self._micro(tree, index, is_last)  # of shards nobody sees what is added up
+        if self._recipe.options.accumulate == 1:
+            return self._micro(tree, index, is_last)
+        if self._shards is not None:
+            return self._micro_of_shards(self._shards, tree, index, is_last)
         if index == 0:
             self._has_sum.clear()
         else:
@@ -92,6 +95,20 @@ class Whole:
                 self._lay_out()
         return result
 
+    def _micro_of_shards(self, shards: Shards, tree: Any, index: int, is_last: bool) -> Any:
+        """As ``micro``; nobody sees what is added up, since it belongs to whole parameters."""
+        if index > 0:
+            self._has_sum -= shards.dropped()
+        try:
+            result = self._micro(tree, index, is_last)
+        except BaseException:
+            self._put_away()  # the loop has laid it out; a program would reduce it once more
+            raise
+        if is_last:
+            self._sum_of.clear()  # it is as large as the whole model
+            self._has_sum.clear()
+        return result
+
     def _micro(self, tree: Any, index: int, is_last: bool) -> Any:
         recipe = self._recipe
         tree = recipe.moved(tree)
@@ -101,11 +118,12 @@ class Whole:
         is_kept = self._is_kept_from_it()
         batch = Batch.of(tree)
         key = self._key(batch, index, is_last)
-        restless = self._restless.look(key, batch, is_new=key not in self._programs and not self._seen[key])
+        found = self._programs.get(key)
+        restless = self._restless.look(key, batch, is_new=found is None and not self._seen[key])
         if restless and not self._never:
             self._record.fall_back(restless)
         is_other = self._trained.has_changed(recipe.parameters, index) or is_kept
-        program = None if is_other else self._programs.get(key)
+        program = None if is_other else found
         if program is None and not is_other and self._may_trace(key, batch):
             try:
                 program = self._programs[key] = self._make(batch, index, is_last)
@@ -123,9 +141,12 @@ class Whole:
     def _is_kept_from_it(self) -> bool:
         """Whether this step of a sharded model cannot be a program, as the model is set just now."""
         reason = self._shards.prepare() if self._shards is not None else ""
+        if not reason and self._shards is not None and self._recipe.options.accumulate > 1 and self._shards.is_joining:
+            reason = "join() is in use: micro-batches of ranks with and without data add up in buffers of the loop"
         if reason:
             self._record.fall_back(reason)
-        return bool(reason)
+        self._is_kept = bool(reason)
+        return self._is_kept
 
     def _key(self, batch: Batch, index: int, is_last: bool) -> Kind:
         recipe = self._recipe
@@ -192,21 +213,26 @@ class Whole:
         self._lay_out()
         if self._shards is not None and self._has_sum:
             self._shards.note_local(self._has_sum)
-        before, versions = self._surroundings.values(), self._surroundings.versions()
+        before, versions = self._as_seen() if not self._never else ((), {})
         result = recipe.micro(tree, is_last=is_last)
         if is_last:
             recipe.update()
         elif recipe.options.accumulate > 1:
             self._put_away()
         self._record.num_loop_calls += 1
-        changed = self._surroundings.changed(before) or self._surroundings.written(versions)
-        if not self._never and changed:
-            self._never = changed
-            self._record.fall_back(changed)
+        # Whole parameters that are to stay in the place of shards are no change of the program's own.
+        stays_whole = self._is_kept and self._shards is not None and self._shards.is_whole
+        if not self._never and not stays_whole:
+            self._never = self._surroundings.changed(before) or self._surroundings.written(versions)
+            if self._never:
+                self._record.fall_back(self._never)
         if len(self._seen) > _MAX_KINDS:
             self._seen.clear()  # of a program that never sees the same twice
             self._refused.clear()
         return result
+
+    def _as_seen(self) -> tuple[tuple[Any, ...], dict[int, tuple[int, str]]]:
+        return self._surroundings.values(), self._surroundings.versions()
 
     def _put_away(self) -> None:
         """Before a micro-step that is not the first, and after one of the loop: what is added up is in our sums alone.

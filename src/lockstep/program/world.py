@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextvars import ContextVar
@@ -44,7 +45,7 @@ class World:
         self._seen: set[int] = set()
         self._looks: list[_Look] = []
         self._labels: list[str] = []
-        self._tensors: list[tuple[Tensor, str]] = []
+        self._tensors: list[tuple[weakref.ref[Tensor], str]] = []  # held by the program alone, and freed with it
         self._walk(self._roots[0], 0, "")
         self._walk(self._roots[1], 0, "")
         self._now = self._read()
@@ -68,7 +69,8 @@ class World:
         """How often each tensor that is neither a parameter nor a buffer was written to, and who holds it."""
         model = self._roots[0]
         known = {id(t) for t in (*model.parameters(), *model.buffers())}
-        return {id(t): (t._version, label) for t, label in self._tensors if id(t) not in known and not t.is_inference()}
+        alive = [(t, label) for reference, label in self._tensors if (t := reference()) is not None]
+        return {id(t): (t._version, label) for t, label in alive if id(t) not in known and not t.is_inference()}
 
     def objects(self) -> list[Any]:
         """What is compared by identity: whoever keeps ``values`` keeps these, or another object may get the number."""
@@ -84,7 +86,7 @@ class World:
     def _walk(self, value: Any, depth: int, around: str) -> None:
         if isinstance(value, Tensor) and id(value) not in self._seen:
             self._seen.add(id(value))
-            self._tensors.append((value, around))
+            self._tensors.append((weakref.ref(value), around))
         if type(value) in _PLAIN or isinstance(value, (Tensor, types.ModuleType)) or depth > _MOST_DEPTH:
             return
         if id(value) in self._seen:
@@ -110,7 +112,7 @@ def _containers(value: Any) -> Iterator[tuple[_Look, list[Any]]]:
     elif isinstance(value, nn.Module):
         for name in _STRUCTURE:
             entries: Mapping[Any, Any] = getattr(value, name)
-            yield partial(_entries_of, value, name), list(entries.values()) if name == "_modules" else []
+            yield partial(_entries_of, value, name), list(entries.values()) if name in ("_modules", "_buffers") else []
         is_ours = type(value).__module__.startswith("lockstep") and not isinstance(value, ShardedModule)
         if not (is_ours or "_orig_mod" in value._modules):
             look = partial(_of_the_program, vars(value))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.agree.watch import Watch
 from lockstep.engine.casts import MEETING_SECONDS
-from lockstep.errors import Disagreement
+from lockstep.errors import Disagreement, rank_table
 
 if TYPE_CHECKING:
     from lockstep.shard.unit import Unit
@@ -54,13 +54,16 @@ class GatherLog:
             return
         mine = json.dumps([self._num_started, list(self._last)])
         told = watch.gather(f"gathers, {key}", mine, MEETING_SECONDS)
-        most, last = max((_read(rank, text) for rank, text in told.items()), key=lambda said: said[0])
-        num_missed = most - self._num_started
-        if num_missed > len(last):
+        everyones = {rank: _read(rank, text) for rank, text in told.items()}
+        most, last = max(everyones.values(), key=lambda said: said[0])
+        if most - min(number for number, _ in everyones.values()) > len(last):
+            counts = watch.by_global({rank: str(number) for rank, (number, _) in everyones.items()})
             raise Disagreement(
-                f"This rank has started {num_missed} gathers fewer than others, too many to catch up with. "
-                "Fix: start the ranks again from a checkpoint."
+                "Ranks have started too different numbers of gathers to catch up with each other:\n"
+                f"{rank_table(counts)}\nFix: start the ranks again from a checkpoint.",
+                counts,
             )
+        num_missed = most - self._num_started
         flights = []
         for number, store in last[len(last) - num_missed :]:
             unit = self._units[number]
