@@ -37,6 +37,7 @@ def interrupt_while_waiting() -> bool:
 
     store = dist.distributed_c10d._get_default_store()
     ddp = lockstep.DDP(nn.Linear(4, 2))
+    ddp(torch.ones(1, 4)).sum().backward()  # plans travel with the first one, which the barrier would be paired with
     if dist.get_rank() == 1:
         store.wait(["interrupted"])  # arrives only after rank 0 came back from Ctrl-C
         ddp(torch.ones(1, 4)).sum().backward()
