@@ -134,8 +134,8 @@ class PlanKeeper:
         if transport.is_alone:
             return
         device = self._step.reducer.slots[0].parameter.device  # it may have been moved since it was wrapped
-        mine = torch.tensor(list(bytes.fromhex(self.plan.digest)), dtype=torch.uint8, device=device)
-        expected = mine.clone()
+        digest = list(bytes.fromhex(self.plan.digest))
+        mine, expected = (torch.tensor(digest, dtype=torch.uint8, device=device) for _ in range(2))
         transport.land(transport.start_broadcast(expected, 0), "the comparison of plans in the first step")
         if not torch.equal(mine, expected):
             raise errors.Disagreement(
