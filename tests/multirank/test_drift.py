@@ -269,13 +269,10 @@ def test_what_ranks_may_do(name: str) -> None:
     run_ranks(2, train_so, name)
 
 
-def halves_with_another_rate() -> str:
+def told_after_an_update(model: Model, optimizers: list[Optimizer]) -> str:
+    """What a rank is told in the backward that follows one update."""
     import lockstep
 
-    model = lockstep.DDP(net())
-    optimizers = halves(model, 0)
-    if dist.get_rank() == 1:
-        optimizers[1].param_groups[0]["lr"] = 0.02
     model(torch.randn(4, 8)).square().mean().backward()
     for optimizer in optimizers:
         optimizer.step()
@@ -284,6 +281,16 @@ def halves_with_another_rate() -> str:
     with pytest.raises(lockstep.errors.Disagreement) as caught:
         loss.backward()
     return str(caught.value)
+
+
+def halves_with_another_rate() -> str:
+    import lockstep
+
+    model = lockstep.DDP(net())
+    optimizers = halves(model, 0)
+    if dist.get_rank() == 1:
+        optimizers[1].param_groups[0]["lr"] = 0.02
+    return told_after_an_update(model, optimizers)
 
 
 def test_one_of_several_optimizers() -> None:

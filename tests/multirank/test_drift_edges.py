@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from multirank.harness import lockstep_only, run_ranks
-from multirank.test_drift import NUM_STEPS, Model, Optimizer, net, sgd
+from multirank.test_drift import NUM_STEPS, Model, Optimizer, net, sgd, told_after_an_update
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
 
@@ -50,15 +50,7 @@ def update_unlike(name: str) -> str:
     import lockstep
 
     model = lockstep.DDP(net())
-    optimizers = UNLIKE[name](model)
-    model(torch.randn(4, 8)).square().mean().backward()
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    loss = model(torch.randn(4, 8)).square().mean()
-    with pytest.raises(lockstep.errors.Disagreement) as caught:
-        loss.backward()
-    return str(caught.value)
+    return told_after_an_update(model, UNLIKE[name](model))
 
 
 @pytest.mark.parametrize("name", UNLIKE)

@@ -86,6 +86,20 @@ class Custom(Mlp):
         return Square.apply(super().forward(x))
 
 
+def train_both(model: type[nn.Module], num_steps: int) -> tuple[list[dict[str, Tensor]], lockstep.TrainStep]:
+    """The losses and the state of a model after the loop, and after mode "graph" with its step."""
+    ends = []
+    for mode in ("loop", "graph"):
+        torch.manual_seed(0)
+        module = model()
+        step = lockstep.TrainStep(
+            module, torch.optim.SGD(module.parameters(), lr=0.01), lambda m, b: m(b["x"]).square().mean(), mode=mode
+        )
+        losses = torch.stack([step(batch_of(index)) for index in range(num_steps)])
+        ends.append({"losses": losses, **module.state_dict()})
+    return ends, step
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
@@ -101,15 +115,7 @@ class Custom(Mlp):
     ],
 )
 def test_the_reason_is_a_sentence_with_a_place(model: type[nn.Module], words: str, uncompiled: None) -> None:
-    ends = []
-    for mode in ("loop", "graph"):
-        torch.manual_seed(0)
-        module = model()
-        step = lockstep.TrainStep(
-            module, torch.optim.SGD(module.parameters(), lr=0.01), lambda m, b: m(b["x"]).square().mean(), mode=mode
-        )
-        losses = torch.stack([step(batch_of(index)) for index in range(4)])
-        ends.append({"losses": losses, **module.state_dict()})
+    ends, step = train_both(model, num_steps=4)
     (reason,) = step.explain().reasons
     assert re.search(words, reason), reason
     assert step.explain().num_program_calls == 0
@@ -179,15 +185,7 @@ class Choosing(Mlp):
 def test_what_a_trace_would_miss_has_the_result_of_the_loop(
     model: type[nn.Module], words: str, uncompiled: None
 ) -> None:
-    ends = []
-    for mode in ("loop", "graph"):
-        torch.manual_seed(0)
-        module = model()
-        step = lockstep.TrainStep(
-            module, torch.optim.SGD(module.parameters(), lr=0.01), lambda m, b: m(b["x"]).square().mean(), mode=mode
-        )
-        losses = torch.stack([step(batch_of(index)) for index in range(6)])
-        ends.append({"losses": losses, **module.state_dict()})
+    ends, step = train_both(model, num_steps=6)
     assert words in " ".join(step.explain().reasons)
     assert "0x" not in str(step.explain())
     assert_close(*ends)

@@ -46,7 +46,7 @@ def _going_on(how: str) -> str:
             "Ranks have updated their weights differently by now; nothing was updated in this step. To go on in this "
             f"process, {how}."
         )
-    return f"{found} check='off' on the wrapper turns this comparison off."
+    return f"{found} check='off' turns this comparison off, of a lockstep.DDP."
 
 
 def settings_of(group: Mapping[str, Any]) -> Settings:

@@ -129,7 +129,7 @@ def describe_difference(stamps: Mapping[int, Mapping[str, object]]) -> Disagreem
     return Disagreement(
         f"Ranks do not do the same in window {window}, so their gradients must not be used:\n{body}\n"
         f"Nothing was updated in this step. Fix: let all ranks do the same; to go on in this process, {going_on}. "
-        "check='off' on the wrapper turns this comparison off.",
+        "check='off' turns this comparison off, of a lockstep.DDP.",
         first,
     )
 

@@ -69,8 +69,7 @@ def before_update(step: SyncStep, stepped: Callable[[], set[int]]) -> None:
 
 def _note_settings(optimizer: torch.optim.Optimizer, step: SyncStep, shares: Sequence[int]) -> None:
     """Remember by which settings an optimizer updates which parameters; ranks compare them in the next window."""
-    union = step.closing.union
-    if union.control is not None and union.check != "off":
+    if step.closing.compares:
         step.drift.note_update(_updates(optimizer, shares))
         if step.state is State.IDLE:
             step.drift.look(step)

@@ -22,9 +22,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lockstep.engine.bucket import Slot
+from lockstep.engine.bucket import Slot, local_tensor
 
 _MOST_ELEMENTS = 16_384
 # By how much numbers may differ, relative to the larger one; coarse types round more.
@@ -56,13 +56,13 @@ class Weights:
         if self._numbers is not None or not slots:
             return
         slot = slots[window % len(slots)]
-        parameter = _local(slot.parameter)
-        if parameter is None or parameter.numel() == 0 or slot.name in self.skipped:
-            return
+        parameter = local_tensor(slot.parameter.detach())  # of a tensor-parallel one the part that lies here
+        if type(parameter) is not Tensor or parameter.numel() == 0 or slot.name in self.skipped:
+            return  # classes of their own may have no norm
         device = parameter.device.type
         if device != "cpu" and (device != "cuda" or torch.cuda.is_current_stream_capturing()):
             return
-        part = _part(parameter.detach(), window // len(slots)).reshape(-1)
+        part = _part(parameter, window // len(slots)).reshape(-1)
         is_coarse = part.dtype in _COARSE
         if not is_coarse and part.dtype not in _FINE:
             return  # there are no norms of it
@@ -103,16 +103,6 @@ class Weights:
     def forget(self) -> None:
         """Let go of a look, compared or not; on all ranks."""
         self._numbers = self._event = None
-
-
-def _local(parameter: Tensor) -> Tensor | None:
-    """What this rank, and others like it, have of a parameter; None for classes of their own."""
-    plain = (nn.Parameter, Tensor)
-    if type(parameter) in plain:
-        return parameter
-    with torch.no_grad():
-        local = parameter.to_local() if hasattr(parameter, "to_local") else None  # a part of a tensor-parallel one
-    return local if type(local) in plain else None
 
 
 def _has_passed(event: Any) -> bool:

@@ -111,7 +111,7 @@ class Together:
         return can
 
     def _drift_of(self, step: Any) -> Words:
-        if step.closing.union.check == "off":
+        if not step.closing.compares:
             return NOTHING
         step.drift.open(step)
         step.drift.use_settings(step, [updates_of(optimizer, step) for optimizer in self._optimizers])
