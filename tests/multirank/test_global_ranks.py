@@ -49,10 +49,10 @@ def differ(how: str, folder: str) -> dict[str, Any] | None:
     if how == "save nowhere":
         return caught(lambda: lockstep.checkpoint.save("/proc/nowhere", ddp, step=1, process_group=group).wait())
     if how in ("settings", "weights"):
-        torch.optim.SGD(ddp.parameters(), lr=0.1 * rank if how == "settings" else 0.1).step()
         with torch.no_grad():
             for parameter in ddp.parameters():
                 parameter.mul_(rank if how == "weights" else 1)
+        torch.optim.SGD(ddp.parameters(), lr=0.1 * rank if how == "settings" else 0.1).step()
     if how == "unfreeze":
         (model[0].weight if is_other else model[0].bias).requires_grad_(True)
     if how == "freeze" and is_other:
