@@ -54,7 +54,7 @@ def trace_program(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) 
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             mode = get_proxy_mode()
-            before = None if mode is None else next(reversed(mode.tracer.graph.nodes), None)
+            before = None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
             result = func(*args, **(kwargs or {}))
             line = None if mode is None else _users_line(noted.__code__)
             for node in reversed(mode.tracer.graph.nodes) if mode is not None and line is not None else ():
