@@ -26,7 +26,7 @@ from lockstep.shard.graph_ops import make_known
 from lockstep.shard.layout import ShardPlan
 from lockstep.shard.moments import after_forward, before_forward
 from lockstep.shard.root import Root, plan_of, root_of, units_in
-from lockstep.shard.traced import traced_call
+from lockstep.shard.traced import Paths, traced_call
 from lockstep.shard.uneven import Batch, join
 from lockstep.shard.unit import Unit
 
@@ -37,7 +37,7 @@ class ShardedModule(FSDPModule):
     # torch finds the module's own class by its place; there is one class more here.
     _orig_cls_mro_index = 3
     _lockstep_unit: Unit
-    _lockstep_paths: tuple[tuple[tuple[str, ...], str, int, int], ...]
+    _lockstep_paths: Paths
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make the module's own class: slicing a sharded ``Sequential`` gives a plain one."""
@@ -423,17 +423,17 @@ def _show_layout(unit: Unit) -> None:
     make_known(unit)
 
 
-def _paths(module: nn.Module, unit: Unit) -> tuple[tuple[tuple[str, ...], str, int, int], ...]:
-    """For each place where a module inside has a parameter of the unit: the way there, its name, store and number."""
+def _paths(module: nn.Module, unit: Unit) -> Paths:
+    """For each module inside that has parameters of the unit: the way there, and the name, store and number of each."""
     ways = {id(child): tuple(name.split(".")) if name else () for name, child in module.named_modules()}
-    paths = []
+    found: dict[tuple[str, ...], list[tuple[str, int, int]]] = {}
     for number, store in enumerate(unit.stores):
         for position, parameter in enumerate(store.parameters):
             for reference, name in parameter.owners:
                 way = ways.get(id(reference()))
                 if way is not None:
-                    paths.append((way, name, number, position))
-    return tuple(paths)
+                    found.setdefault(way, []).append((name, number, position))
+    return tuple((way, tuple(places)) for way, places in found.items())
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:

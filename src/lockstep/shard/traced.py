@@ -21,7 +21,8 @@ from lockstep import torch_private
 from lockstep.shard.graph_ops import views_of
 from lockstep.shard.nest import cast_floats
 
-Place = tuple[nn.Module, str, Any]  # who had which parameter under which name
+Paths = tuple[tuple[tuple[str, ...], tuple[tuple[str, int, int], ...]], ...]
+Place = tuple[nn.Module, Any]  # who had which parameters
 
 
 def traced_call(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -63,23 +64,29 @@ def _gather_store(store: Any, again: bool) -> list[Tensor]:
 
 
 def _put(module: Any, unit: Any, gathered: list[list[Tensor]]) -> list[Place]:
-    """Let the modules have whole parameters; returns what they had."""
-    places = []
-    for path, name, number, position in module._lockstep_paths:
+    """Let the modules have whole parameters; returns what they had.
+
+    Each is given another dict of them, and its own back: the compiler guards on all of a DTensor that it meets.
+    """
+    places: list[Place] = []
+    for path, own in module._lockstep_paths:
         owner = _at(module, path)
-        whole = gathered[number][position]
-        places.append((owner, name, owner._parameters.get(name)))
-        trains = unit.stores[number].trains[position]
-        owner._parameters[name] = whole if trains else whole.detach()  # type: ignore[assignment]
+        before = owner._parameters
+        whole = {}
+        for name, number, position in own:
+            tensor = gathered[number][position]
+            whole[name] = tensor if unit.stores[number].trains[position] else tensor.detach()
+        for name in before:
+            if name not in whole:
+                whole[name] = before[name]
+        places.append((owner, before))
+        object.__setattr__(owner, "_parameters", whole)
     return places
 
 
 def _put_back(places: list[Place]) -> None:
-    for owner, name, registered in places:
-        if registered is None:  # the program has taken it away; an error when the graph runs
-            del owner._parameters[name]
-        else:
-            owner._parameters[name] = registered
+    for owner, before in places:
+        object.__setattr__(owner, "_parameters", before)
 
 
 def _at(module: nn.Module, path: tuple[str, ...]) -> nn.Module:
