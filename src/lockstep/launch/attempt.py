@@ -30,6 +30,7 @@ _LOOK_SECONDS = 0.2  # how long to sleep at most; the end of a rank wakes at onc
 _LAST_WORDS_SECONDS = 3.0  # for survivors of a failure to notice it and to say where they were
 _STACK_SECONDS = 0.5
 _STOPPED_SECONDS = 5.0  # a rank that is stopped for longer is worth a line
+_SPEAK_FIRST_SECONDS = 10.0  # for ranks to say themselves that they miss one: they know where
 _KILLED_SECONDS = 10.0  # a process that SIGKILL does not end by then is stuck in the kernel
 
 
@@ -80,7 +81,7 @@ class Attempt:
         self._ranks: list[RankFacts] = []
         self._oom_before: dict[int, dict[str, int]] = {}
         self._started: Started | None = None
-        self._stopped_since: dict[int, float] = {}
+        self._num_looks_stopped: dict[int, int] = {}
         self._num_looks_alone = 0
         self._arrivals = Arrivals(limits.start, say)
 
@@ -204,30 +205,29 @@ class Attempt:
                 os.close(handle)
 
     def _look_for_stopped(self) -> Cause | None:
-        """Tell of ranks that are stopped while others run; a cause where all others have ended."""
-        stopped = [facts for facts in self._running if processes.is_stopped(facts.pid)]
-        if len(stopped) == len(self._running):
-            self._stopped_since.clear()  # all of them: someone suspended the job, or the machine
-            return self._left_alone(stopped)
-        self._num_looks_alone = 0
-        for facts in self._running:
-            if facts not in stopped:
-                self._stopped_since.pop(facts.rank, None)
-            elif facts.rank not in self._stopped_since:
-                self._stopped_since[facts.rank] = time.monotonic()
-            elif 0 < self._stopped_since[facts.rank] <= time.monotonic() - _STOPPED_SECONDS:
-                self._stopped_since[facts.rank] = -1.0  # told
-                say(
-                    f"rank {facts.rank} (pid {facts.pid}) is stopped, and the others wait for it; "
-                    f"kill -CONT {facts.pid} lets it go on"
-                )
-        return None
-
-    def _left_alone(self, stopped: list[RankFacts]) -> Cause | None:
-        """A cause once ranks have been stopped for the deadline of ranks without a sign of life, and all others ended.
+        """Tell of ranks that are stopped while others run; a cause where they are so for too long.
 
         Looks are counted, once a second, since time in which this process stood still does not count.
         """
+        stopped = [facts for facts in self._running if processes.is_stopped(facts.pid)]
+        if len(stopped) == len(self._running):
+            self._num_looks_stopped.clear()  # all of them: someone suspended the job, or the machine
+            return self._left_alone(stopped)
+        self._num_looks_alone = 0
+        num_looks = {facts.rank: self._num_looks_stopped.get(facts.rank, 0) + 1 for facts in stopped}
+        self._num_looks_stopped = num_looks
+        limit = settings.heartbeat_timeout()
+        for facts in stopped:
+            which = f"rank {facts.rank} (pid {facts.pid}) is stopped"
+            if limit and num_looks[facts.rank] >= limit + _SPEAK_FIRST_SECONDS:
+                text = f"{which} (SIGSTOP or a debugger) for {num_looks[facts.rank]} s, and the others wait for it"
+                return Cause(facts.rank, text)
+            if num_looks[facts.rank] == _STOPPED_SECONDS:
+                say(f"{which}, and the others wait for it; kill -CONT {facts.pid} lets it go on")
+        return None
+
+    def _left_alone(self, stopped: list[RankFacts]) -> Cause | None:
+        """A cause once ranks have been stopped for the deadline of ranks without a sign of life, and others ended."""
         self._num_looks_alone += 1
         limit = settings.heartbeat_timeout()
         if not limit or self._num_looks_alone < limit or len(stopped) == len(self._ranks) or not stopped:
