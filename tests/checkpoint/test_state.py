@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import lockstep
 from checkpoint.runs import Run
@@ -182,6 +184,11 @@ def test_not_strict(tmp_path: Path) -> None:
     assert torch.equal(other[0].weight, model[0].weight.double())
 
 
+def two_in_one() -> torch.Tensor:
+    """A tensor that has no memory of its own, as quantised weights of libraries have not."""
+    return TwoTensor(torch.ones(2), torch.zeros(2))
+
+
 @pytest.mark.parametrize(
     ("break_it", "words"),
     [
@@ -189,6 +196,12 @@ def test_not_strict(tmp_path: Path) -> None:
         (lambda run: run.model.register_buffer("b", torch.empty(2, device="meta")), "model/b is on the meta device"),
         (lambda run: run.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]}), "does not have"),
         (lambda run: setattr(run.scheduler, "hook", print), "scheduler/hook is a builtins"),
+        (lambda run: run.model.register_buffer("b", two_in_one()), "model/b is a torch.* a kind of tensor that cannot"),
+        (
+            lambda run: run.model.register_buffer("b", torch.zeros(2).to(torch.float8_e8m0fnu)),
+            "model/b: a tensor of dtype",
+        ),
+        (lambda run: run.model.register_buffer("b", torch.nested.nested_tensor([torch.ones(1)])), "model/b .* nested"),
     ],
 )
 def test_what_cannot_be_saved_is_named(tmp_path: Path, break_it: Any, words: str) -> None:
@@ -198,6 +211,27 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path, break_it: Any, words: str
         run.save(tmp_path, asynchronous=True)
     lockstep.checkpoint.wait()
     assert [entry.name for entry in tmp_path.iterdir()] == []
+
+
+def test_a_conjugate_is_not_taken_for_what_it_is_a_view_of(tmp_path: Path) -> None:
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    values = {"z": z, "conjugate": z.conj(), "negative": z.conj().imag, "part": z.imag}
+    save(tmp_path, nn.Linear(1, 1), step=0, extra=values, asynchronous=False)
+    loaded = load(tmp_path, nn.Linear(1, 1))
+    assert loaded is not None
+    assert {name: value.tolist() for name, value in loaded.extra.items()} == {n: v.tolist() for n, v in values.items()}
+
+
+@pytest.mark.parametrize("step", [-1, 2.5, math.nan, "3", None, 10**20])
+def test_steps_that_are_none(tmp_path: Path, step: Any) -> None:
+    with pytest.raises(ValueError, match=r"step is .* whole number"):
+        save(tmp_path, nn.Linear(1, 1), step=step)
+
+
+@pytest.mark.parametrize("keep", [0, 2.5, "3"])
+def test_numbers_to_keep_that_are_none(tmp_path: Path, keep: Any) -> None:
+    with pytest.raises(ValueError, match=r"keep is .* at least 1"):
+        save(tmp_path, nn.Linear(1, 1), step=1, keep=keep)
 
 
 def test_objects_without_a_state_are_named(tmp_path: Path) -> None:

@@ -43,8 +43,9 @@ class Collected:
         if found.is_sharded and self.copy:
             found = replace(found, is_writer=False)
         local = found.local
-        layout = (tuple(local.shape), local.stride(), local.dtype, local.device, found.shape)
-        key = (local.data_ptr(), *layout, into is self.of_rank)
+        # A conjugate, or a negative, is the same memory read in another way.
+        layout = (tuple(local.shape), local.stride(), local.dtype, local.device, local.is_conj(), local.is_neg())
+        key = (local.data_ptr(), *layout, found.shape, into is self.of_rank)
         if local.numel() and key in self._seen:
             return self._seen[key][0]
         name, number = place, 1
