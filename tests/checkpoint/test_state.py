@@ -15,7 +15,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import lockstep
 from checkpoint.runs import Run
-from lockstep.checkpoint import load, save
+from lockstep.checkpoint import load, save, verify
+from lockstep.errors import CheckpointFailed
 
 
 class Tied(nn.Module):
@@ -196,6 +197,7 @@ def two_in_one() -> torch.Tensor:
         (lambda run: run.model.register_buffer("b", torch.empty(2, device="meta")), "model/b is on the meta device"),
         (lambda run: run.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]}), "does not have"),
         (lambda run: setattr(run.scheduler, "hook", print), "scheduler/hook is a builtins"),
+        (lambda run: run.model.append(nn.LazyLinear(2)), "is not initialised yet"),
         (lambda run: run.model.register_buffer("b", two_in_one()), "model/b is a torch.* a kind of tensor that cannot"),
         (
             lambda run: run.model.register_buffer("b", torch.zeros(2).to(torch.float8_e8m0fnu)),
@@ -232,6 +234,38 @@ def test_steps_that_are_none(tmp_path: Path, step: Any) -> None:
 def test_numbers_to_keep_that_are_none(tmp_path: Path, keep: Any) -> None:
     with pytest.raises(ValueError, match=r"keep is .* at least 1"):
         save(tmp_path, nn.Linear(1, 1), step=1, keep=keep)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: torch.empty(2, device="meta"), "b is on the meta device"),
+        (two_in_one, "a kind of tensor that cannot be stored"),
+        (lambda: torch.zeros(1).expand(2), "b is expanded in the model"),
+    ],
+)
+def test_what_cannot_be_written_into_is_named_and_nothing_is_changed(tmp_path: Path, make: Any, words: str) -> None:
+    model = nn.Linear(1, 1)
+    model.register_buffer("b", torch.ones(2))
+    save(tmp_path, model, step=0, asynchronous=False)
+    other = nn.Linear(1, 1)
+    other.register_buffer("b", make())
+    before = other.weight.item()
+    with pytest.raises(ValueError, match=words):
+        load(tmp_path, other)
+    assert other.weight.item() == before
+
+
+def test_a_checkpoint_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
+    save(tmp_path, nn.Linear(1, 1), step=1, asynchronous=False)
+    with pytest.raises(CheckpointFailed, match="this is a checkpoint; give the folder it is in"):
+        save(tmp_path / "step-00000001", nn.Linear(1, 1), step=2, asynchronous=False)
+    verify(tmp_path)
+
+
+def test_several_optimizers_are_told_how(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="optimizer is a list; give one optimizer, and others by name"):
+        save(tmp_path, nn.Linear(1, 1), [], step=1)  # type: ignore[arg-type]
 
 
 def test_objects_without_a_state_are_named(tmp_path: Path) -> None:

@@ -99,6 +99,11 @@ def collect(
     """Collect the state of this rank; nothing is copied yet."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give the module, wrapped or not")
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}; give one optimizer, and others by name, as in "
+            'extra={"second": optimizer}'
+        )
     for name, part in (("scheduler", scheduler), ("scaler", scaler), ("data", data)):
         if part is not None and not callable(getattr(part, "state_dict", None)):
             raise TypeError(f"{name} is a {type(part).__name__}, which has no state_dict(); plain values go to extra=")

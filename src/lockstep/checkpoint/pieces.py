@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from lockstep import torch_private
 from lockstep.checkpoint.tensorfile import dtype_name
@@ -38,6 +39,8 @@ class Held:
 
 def held(tensor: torch.Tensor, place: str) -> Held:
     """Find out which part of a tensor this rank holds; ``place`` names it in errors."""
+    if is_lazy(tensor):
+        raise TypeError(f"{place} is not initialised yet: it gets its shape in the model's first forward")
     if tensor.layout is not torch.strided or tensor.is_nested:
         layout = "nested" if tensor.is_nested else tensor.layout
         raise TypeError(f"{place} is a tensor of layout {layout}; only dense tensors can be stored")

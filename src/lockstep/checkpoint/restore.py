@@ -110,7 +110,10 @@ class Restoration:
             if name is None or not isinstance(value, torch.Tensor) or name not in self.reader.manifest.tensors:
                 continue
             entry = self.reader.manifest.tensors[name]
-            if entry.shape != tuple(value.shape):
+            cannot = _why_not_filled(key, value)
+            if cannot:
+                problems.append(cannot)
+            elif entry.shape != tuple(value.shape):
                 problems.append(f"{key} has the shape {list(entry.shape)} there, and {list(value.shape)} in the model")
             elif DTYPES[entry.dtype] is not value.dtype and self._targets.strict:
                 problems.append(f"{key} is {entry.dtype} there, and {value.dtype} in the model; strict=False converts")
@@ -291,6 +294,17 @@ class Restoration:
             elif callable(getattr(target, "load_state_dict", None)):
                 target.load_state_dict(values[key])
         return values
+
+
+def _why_not_filled(key: str, target: torch.Tensor) -> str:
+    """Say why a tensor of the model cannot be written into; empty where it can."""
+    try:
+        local = held(target, key).local
+    except TypeError as error:
+        return str(error)
+    if any(size > 1 and stride == 0 for size, stride in zip(local.shape, local.stride(), strict=True)):
+        return f"{key} is expanded in the model: several of its elements are the same memory; give it its own"
+    return ""
 
 
 def _other_kind(number: int, saved: Set[str], current: Set[str]) -> list[str]:
