@@ -24,6 +24,7 @@ from lockstep.launch.page import Place, page_path, read_place
 from lockstep.launch.signals import Signals
 from lockstep.launch.spawn import CannotStart, Program, Started, mark_of, start
 from lockstep.launch.store import HostedStore
+from lockstep.launch.visible import visible
 from lockstep.launch.words import read_words
 
 _LOOK_SECONDS = 0.2  # how long to sleep at most; the end of a rank wakes at once
@@ -31,6 +32,7 @@ _LAST_WORDS_SECONDS = 3.0  # for survivors of a failure to notice it and to say 
 _STACK_SECONDS = 0.5
 _STOPPED_SECONDS = 5.0  # a rank that is stopped for longer is worth a line
 _SPEAK_FIRST_SECONDS = 10.0  # for ranks to say themselves that they miss one: they know where
+_LEFT_SECONDS = 60.0  # a rank that goes on for so long when another has ended is worth a line
 _KILLED_SECONDS = 10.0  # a process that SIGKILL does not end by then is stuck in the kernel
 
 
@@ -82,7 +84,7 @@ class Attempt:
         self._oom_before: dict[int, dict[str, int]] = {}
         self._started: Started | None = None
         self._num_looks_stopped: dict[int, int] = {}
-        self._num_looks_alone = 0
+        self._num_looks_alone = self._num_looks_left = 0
         self._arrivals = Arrivals(limits.start, say)
 
     def run(self) -> Ended:
@@ -163,6 +165,7 @@ class Attempt:
                 alone = self._look_for_stopped()
                 if alone is not None:
                     return alone
+                self._look_for_left()
                 places = {facts.rank: self._place(facts) for facts in self._ranks}
                 cause = self._arrivals.look(places, {facts.rank: facts.pid for facts in self._running})
                 if cause is not None:
@@ -235,6 +238,14 @@ class Attempt:
         first = stopped[0]
         text = f"rank {first.rank} (pid {first.pid}) is stopped (SIGSTOP or a debugger), and all others have ended"
         return Cause(first.rank, text)
+
+    def _look_for_left(self) -> None:
+        """Tell of ranks that go on for long when others have ended: perhaps something holds them at their end."""
+        left = self._running
+        self._num_looks_left = self._num_looks_left + 1 if 0 < len(left) < len(self._ranks) else 0
+        if self._num_looks_left == _LEFT_SECONDS:
+            who = ", ".join(f"rank {facts.rank} (pid {facts.pid}), last seen in {self._place(facts)}" for facts in left)
+            say(f"still running {_LEFT_SECONDS:.0f} s after others have ended well: {who}")
 
     # ---------------------------------------------------------------- end
 
@@ -325,7 +336,7 @@ class Attempt:
 
 def say(text: str) -> None:
     """A line of the launcher's, between those of the ranks."""
-    show(f"lockstep run: {text}")
+    show(f"lockstep run: {visible(text)}")
 
 
 def show(text: str) -> None:
