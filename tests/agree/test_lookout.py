@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -179,6 +180,27 @@ def test_who_was_silent_when_the_store_went_with_another_rank_is_still_an_error(
     error = scene.left[0]
     assert isinstance(error, PeerLate)
     assert error.ranks == (2,)
+
+
+def test_one_that_cannot_look_warns_once_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks = []
+    looked_again = threading.Event()
+
+    def look(self: Lookout) -> bool:
+        looks.append(1)
+        if len(looks) > 3:
+            looked_again.set()
+            return False
+        raise RuntimeError("in the lookout")
+
+    monkeypatch.setattr(Lookout, "look", look)
+    monkeypatch.setattr(lookout, "_PERIOD_SECONDS", 0.01)
+    pulse = Pulse()
+    lookout.keep_lookout(pulse, lambda: False)  # type: ignore[arg-type]
+    assert looked_again.wait(60)
+    assert [m for m in caplog.messages if "in the lookout" in m] == caplog.messages[:1]
 
 
 def test_it_is_over_with_the_end_of_the_process(scene: Scene) -> None:

@@ -184,8 +184,15 @@ def keep_lookout(pulse: Pulse, is_excused: Callable[[], bool]) -> None:
     lookout = Lookout(pulse, is_excused)
 
     def run() -> None:
-        while lookout.look() and not over.wait(_PERIOD_SECONDS):
-            pass
+        has_warned = False
+        while not over.wait(_PERIOD_SECONDS):
+            try:
+                if not lookout.look():
+                    return
+            except Exception as error:  # training goes on without it
+                if not has_warned:
+                    logger.warning("The lookout for silent ranks could not look: %s: %s", type(error).__name__, error)
+                has_warned = True
 
     threading.Thread(target=run, name="lockstep lookout", daemon=True).start()
 

@@ -170,7 +170,8 @@ class Pulse:
 
     def step_words(self) -> str:
         """The same, without a sign of life."""
-        return self._self.step_words()
+        with self._self.lock:
+            return self._self.step_words()
 
     @property
     def is_waiting(self) -> bool:
