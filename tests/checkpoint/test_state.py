@@ -263,6 +263,36 @@ def test_a_checkpoint_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
     verify(tmp_path)
 
 
+def two_optimizers(first: nn.Module, second: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW(first.parameters()), torch.optim.SGD(second.parameters(), lr=0.1, momentum=0.9)]
+
+
+def test_several_optimizers(tmp_path: Path) -> None:
+    model, other, alone = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), nn.Linear(3, 1), nn.Linear(2, 1)
+    one, two = two_optimizers(model[0], model[1])
+    stranger = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)  # of another model: by positions
+    for _ in range(2):
+        (model(torch.ones(1, 2)) + alone(torch.ones(1, 2))).sum().backward()
+        for optimizer in (one, two, stranger):
+            optimizer.step()
+    save(tmp_path, model, one, step=2, extra={"two": two, "stranger": stranger}, asynchronous=False)
+    again = nn.Sequential(nn.Linear(2, 3), other)
+    new_one, new_two = two_optimizers(again[0], again[1])
+    new_stranger = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1, momentum=0.9)
+    load(tmp_path, again, new_one, extra={"two": new_two, "stranger": new_stranger})
+    for before, after in ((one, new_one), (two, new_two), (stranger, new_stranger)):
+        saved, loaded = before.state_dict(), after.state_dict()
+        assert saved["param_groups"] == loaded["param_groups"]
+        assert str(saved["state"]) == str(loaded["state"])
+    loaded_alone = load(tmp_path, again)
+    assert loaded_alone is not None
+    assert list(loaded_alone.extra["two"]["state"]) == ["1.weight", "1.bias"]  # without the optimizer: its values
+    with pytest.raises(ValueError, match=r"extra\['two'\] goes by the names .* this optimizer has others"):
+        load(tmp_path, again, extra={"two": stranger})
+    with pytest.raises(ValueError, match=r"group 0 of extra\['two'\] differs in"):
+        load(tmp_path, again, extra={"two": new_one})
+
+
 def test_several_optimizers_are_told_how(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="optimizer is a list; give one optimizer, and others by name"):
         save(tmp_path, nn.Linear(1, 1), [], step=1)  # type: ignore[arg-type]

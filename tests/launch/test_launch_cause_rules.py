@@ -88,6 +88,12 @@ def test_a_rank_that_ended_well_is_the_cause_where_connections_broke_and_nobody_
     assert "had ended well before the others were done; missed by rank(s) 0" in cause.text
 
 
+def test_what_a_rank_quotes_is_in_the_cause() -> None:
+    quoting = PeerFailed("Rank 1 failed. It said:\nValueError: bad batch\nand more", 1)
+    assert "It said: ValueError: bad batch" in find_cause([failed(0, 10.0, quoting)]).text
+    assert "more" not in find_cause([failed(0, 10.0, quoting)]).text
+
+
 def test_survivors_alone_are_better_than_nobody() -> None:
     assert find_cause([failed(0, 10.0, PeerFailed("lost")), failed(1, 9.0, PeerFailed("lost"))]).rank == 1
 
