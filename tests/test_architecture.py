@@ -22,7 +22,7 @@ ALLOWED = {
     "engine": {"plan", "agree", "observe"},
     "graph": {"engine", "plan", "agree", "observe"},
     "cli": {"observe", "plan", "install", "ddp", "launch", "program", "testing"},
-    "launch": {"observe"},
+    "launch": {"observe", "agree"},
     "compiling": {"ddp", "graph", "shard"},
     "install": {"ddp", "observe", "shard"},
     "state_dict": set(),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -149,3 +151,21 @@ def test_an_epoch_that_is_over_is_not_an_empty_one(leaves_out: bool) -> None:
     assert list(resumed.batches(loader)) == []
     resumed.set_epoch(1)
     assert len(list(resumed.batches(loader))) == 5 - leaves_out
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"position": -4}, "no position in the data: epoch 0, -4"),
+        ({"epoch": -1}, "no position in the data: epoch -1"),
+        ({"seed": None}, "has no seed"),
+    ],
+)
+def test_a_state_that_makes_no_sense_is_refused(change: dict[str, Any], words: str) -> None:
+    state = {**ResumableSampler(5).state_dict(), **change}
+    with pytest.raises(ValueError, match=words):
+        ResumableSampler(5).load_state_dict({key: value for key, value in state.items() if value is not None})
+
+
+def test_the_number_of_samples_may_be_any_whole_number() -> None:
+    assert len(ResumableSampler(numpy.int64(5))) == 5

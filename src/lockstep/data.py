@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class ResumableSampler(Sampler[int]):
         in_group = dist.is_available() and dist.is_initialized()
         self.rank = rank if rank is not None else dist.get_rank() if in_group else 0
         self.world = world if world is not None else dist.get_world_size() if in_group else 1
-        self.num_samples = source if isinstance(source, int) else len(source)
+        self.num_samples = int(source) if isinstance(source, Integral) else len(source)  # type: ignore[arg-type]
         if self.num_samples < 1:
             raise ValueError(f"there are {self.num_samples} samples; at least 1 is needed")
         if not 0 <= self.rank < self.world:
@@ -137,10 +138,16 @@ class ResumableSampler(Sampler[int]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a position; with another dataset, seed or order it would mean something else, and is refused."""
         mine = {"num_samples": self.num_samples, "seed": self.seed, "shuffle": self.shuffle}
+        missing = [key for key in ("epoch", "position", *mine) if key not in state]
+        if missing:
+            raise ValueError(f"This is not the state of a ResumableSampler: it has no {', '.join(missing)}.")
         differing = [
             f"{key} is {value!r}, and was {state[key]!r}" for key, value in mine.items() if state[key] != value
         ]
         if differing:
             raise ValueError(f"This is not the data of the saved run: {'; '.join(differing)}.")
-        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        epoch, position = int(state["epoch"]), int(state["position"])
+        if epoch < 0 or position < 0:
+            raise ValueError(f"This is no position in the data: epoch {epoch}, {position} samples seen.")
+        self.epoch, self.position = epoch, position
         self._num_drawn, self._has_ended = 0, False

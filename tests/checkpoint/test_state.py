@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import lockstep
 from checkpoint.runs import Run
-from lockstep.checkpoint import load, save
+from lockstep.checkpoint import load, save, verify
+from lockstep.errors import CheckpointFailed
 
 
 class Tied(nn.Module):
@@ -182,6 +185,11 @@ def test_not_strict(tmp_path: Path) -> None:
     assert torch.equal(other[0].weight, model[0].weight.double())
 
 
+def two_in_one() -> torch.Tensor:
+    """A tensor that has no memory of its own, as quantised weights of libraries have not."""
+    return TwoTensor(torch.ones(2), torch.zeros(2))
+
+
 @pytest.mark.parametrize(
     ("break_it", "words"),
     [
@@ -189,6 +197,13 @@ def test_not_strict(tmp_path: Path) -> None:
         (lambda run: run.model.register_buffer("b", torch.empty(2, device="meta")), "model/b is on the meta device"),
         (lambda run: run.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]}), "does not have"),
         (lambda run: setattr(run.scheduler, "hook", print), "scheduler/hook is a builtins"),
+        (lambda run: run.model.append(nn.LazyLinear(2)), "is not initialised yet"),
+        (lambda run: run.model.register_buffer("b", two_in_one()), "model/b is a torch.* a kind of tensor that cannot"),
+        (
+            lambda run: run.model.register_buffer("b", torch.zeros(2).to(torch.float8_e8m0fnu)),
+            "model/b: a tensor of dtype",
+        ),
+        (lambda run: run.model.register_buffer("b", torch.nested.nested_tensor([torch.ones(1)])), "model/b .* nested"),
     ],
 )
 def test_what_cannot_be_saved_is_named(tmp_path: Path, break_it: Any, words: str) -> None:
@@ -198,6 +213,89 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path, break_it: Any, words: str
         run.save(tmp_path, asynchronous=True)
     lockstep.checkpoint.wait()
     assert [entry.name for entry in tmp_path.iterdir()] == []
+
+
+def test_a_conjugate_is_not_taken_for_what_it_is_a_view_of(tmp_path: Path) -> None:
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    values = {"z": z, "conjugate": z.conj(), "negative": z.conj().imag, "part": z.imag}
+    save(tmp_path, nn.Linear(1, 1), step=0, extra=values, asynchronous=False)
+    loaded = load(tmp_path, nn.Linear(1, 1))
+    assert loaded is not None
+    assert {name: value.tolist() for name, value in loaded.extra.items()} == {n: v.tolist() for n, v in values.items()}
+
+
+@pytest.mark.parametrize("step", [-1, 2.5, math.nan, "3", None, 10**20])
+def test_steps_that_are_none(tmp_path: Path, step: Any) -> None:
+    with pytest.raises(ValueError, match=r"step is .* whole number"):
+        save(tmp_path, nn.Linear(1, 1), step=step)
+
+
+@pytest.mark.parametrize("keep", [0, 2.5, "3"])
+def test_numbers_to_keep_that_are_none(tmp_path: Path, keep: Any) -> None:
+    with pytest.raises(ValueError, match=r"keep is .* at least 1"):
+        save(tmp_path, nn.Linear(1, 1), step=1, keep=keep)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: torch.empty(2, device="meta"), "b is on the meta device"),
+        (two_in_one, "a kind of tensor that cannot be stored"),
+        (lambda: torch.zeros(1).expand(2), "b is expanded in the model"),
+    ],
+)
+def test_what_cannot_be_written_into_is_named_and_nothing_is_changed(tmp_path: Path, make: Any, words: str) -> None:
+    model = nn.Linear(1, 1)
+    model.register_buffer("b", torch.ones(2))
+    save(tmp_path, model, step=0, asynchronous=False)
+    other = nn.Linear(1, 1)
+    other.register_buffer("b", make())
+    before = other.weight.item()
+    with pytest.raises(ValueError, match=words):
+        load(tmp_path, other)
+    assert other.weight.item() == before
+
+
+def test_a_checkpoint_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
+    save(tmp_path, nn.Linear(1, 1), step=1, asynchronous=False)
+    with pytest.raises(CheckpointFailed, match="this is a checkpoint; give the folder it is in"):
+        save(tmp_path / "step-00000001", nn.Linear(1, 1), step=2, asynchronous=False)
+    verify(tmp_path)
+
+
+def two_optimizers(first: nn.Module, second: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW(first.parameters()), torch.optim.SGD(second.parameters(), lr=0.1, momentum=0.9)]
+
+
+def test_several_optimizers(tmp_path: Path) -> None:
+    model, other, alone = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), nn.Linear(3, 1), nn.Linear(2, 1)
+    one, two = two_optimizers(model[0], model[1])
+    stranger = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)  # of another model: by positions
+    for _ in range(2):
+        (model(torch.ones(1, 2)) + alone(torch.ones(1, 2))).sum().backward()
+        for optimizer in (one, two, stranger):
+            optimizer.step()
+    save(tmp_path, model, one, step=2, extra={"two": two, "stranger": stranger}, asynchronous=False)
+    again = nn.Sequential(nn.Linear(2, 3), other)
+    new_one, new_two = two_optimizers(again[0], again[1])
+    new_stranger = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1, momentum=0.9)
+    load(tmp_path, again, new_one, extra={"two": new_two, "stranger": new_stranger})
+    for before, after in ((one, new_one), (two, new_two), (stranger, new_stranger)):
+        saved, loaded = before.state_dict(), after.state_dict()
+        assert saved["param_groups"] == loaded["param_groups"]
+        assert str(saved["state"]) == str(loaded["state"])
+    loaded_alone = load(tmp_path, again)
+    assert loaded_alone is not None
+    assert list(loaded_alone.extra["two"]["state"]) == ["1.weight", "1.bias"]  # without the optimizer: its values
+    with pytest.raises(ValueError, match=r"extra\['two'\] goes by the names .* this optimizer has others"):
+        load(tmp_path, again, extra={"two": stranger})
+    with pytest.raises(ValueError, match=r"group 0 of extra\['two'\] differs in"):
+        load(tmp_path, again, extra={"two": new_one})
+
+
+def test_several_optimizers_are_told_how(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="optimizer is a list; give one optimizer, and others by name"):
+        save(tmp_path, nn.Linear(1, 1), [], step=1)  # type: ignore[arg-type]
 
 
 def test_objects_without_a_state_are_named(tmp_path: Path) -> None:

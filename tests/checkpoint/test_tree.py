@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from enum import Enum
+from fractions import Fraction
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -62,10 +65,33 @@ def test_other_types() -> None:
     assert through_json((math.inf, -math.inf)) == (math.inf, -math.inf)
 
 
-@pytest.mark.parametrize("value", [object(), lambda: 1, {"a": [print]}, torch.nn.Linear(1, 1)])
+class Word(str, Enum):  # noqa: UP042 (one whose str() is not its text)
+    A = "a"
+
+
+def test_values_that_are_told_apart_by_little() -> None:
+    for value in ({frozenset([1, 2]): {3}}, frozenset(["a"]), {1, "a", (2,)}, 10**5000, -(10**5000), {"n": 2**70}):
+        assert same(through_json(value), value)
+    assert through_json({Word.A: Word.A}) == {"a": "a"}  # and not "Word.A"
+
+
+def contains_itself() -> list[Any]:
+    value: list[Any] = []
+    value.append({"again": value})
+    return value
+
+
+@pytest.mark.parametrize(
+    "value", [object(), lambda: 1, {"a": [print]}, torch.nn.Linear(1, 1), Fraction(1, 3), numpy.longdouble("0.1")]
+)
 def test_what_cannot_be_stored_is_named(value: Any) -> None:
     with pytest.raises(TypeError, match=r"root.*cannot be stored"):
         through_json(value)
+
+
+def test_what_contains_itself_is_named() -> None:
+    with pytest.raises(TypeError, match="root contains itself"):
+        through_json(contains_itself())
 
 
 @pytest.mark.parametrize(

@@ -272,6 +272,7 @@ def loss_without_ddp() -> float:
         (["--signals-to-handle", "SIGNOTHING", "{script}"], "--signals-to-handle is 'SIGNOTHING'"),
         (["--signals-to-handle", "SIGKILL", "{script}"], "--signals-to-handle is 'SIGKILL'"),
         (["--rdzv-endpoint", "localhost:99999", "{script}"], "--rdzv-endpoint is 'localhost:99999'"),
+        (["--rdzv-endpoint", "localhost:²", "{script}"], "--rdzv-endpoint is 'localhost:²'"),
         (["--inject", "explode", "{script}"], "there is no fault 'explode'"),
         (["--inject", "kill:rank=1,when=5", "{script}"], "'when=5' is not one of"),
         (["--inject", "kill:rank=-1", "{script}"], "rank is '-1'"),

@@ -80,6 +80,20 @@ def test_a_rank_that_ended_well_too_early_is_the_cause() -> None:
     assert cause.exit_code == 1
 
 
+def test_a_rank_that_ended_well_is_the_cause_where_connections_broke_and_nobody_is_named() -> None:
+    done = RankFacts(1, 101, "host", Ending.DONE, 0, 12.0)  # its end takes longer than the end of its connections
+    broken = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:58286")
+    cause = find_cause([failed(0, 10.0, broken), done])
+    assert (cause.rank, cause.exit_code) == (1, 1)
+    assert "had ended well before the others were done; missed by rank(s) 0" in cause.text
+
+
+def test_what_a_rank_quotes_is_in_the_cause() -> None:
+    quoting = PeerFailed("Rank 1 failed. It said:\nValueError: bad batch\nand more", 1)
+    assert "It said: ValueError: bad batch" in find_cause([failed(0, 10.0, quoting)]).text
+    assert "more" not in find_cause([failed(0, 10.0, quoting)]).text
+
+
 def test_survivors_alone_are_better_than_nobody() -> None:
     assert find_cause([failed(0, 10.0, PeerFailed("lost")), failed(1, 9.0, PeerFailed("lost"))]).rank == 1
 

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from lockstep.launch.cause import Cause, blame
 from lockstep.launch.facts import Ending, RankFacts
 from lockstep.launch.page import Place
 from lockstep.launch.report import Report, as_page, write_reports
+from lockstep.launch.summary import ranks_table
 from lockstep.launch.words import words_of
 
 
@@ -59,6 +61,15 @@ def test_the_page_stands_alone_and_runs_nothing_that_a_rank_said() -> None:
     assert "<script" not in text
     assert "<img" not in text
     assert not re.search(r"(src|href)=|@import|url\(", text.replace("img src=x", ""))
+
+
+def test_what_no_page_can_hold_is_shown_by_its_code(tmp_path: Path) -> None:
+    report = example("\x00 \x1b[31m \udce9 \u202e")
+    report = replace(report, command=(*report.command, "\udce9"))
+    text = write_reports(tmp_path, report).read_text(encoding="utf-8")
+    assert not re.search("[\x00\x1b\u202e]", text)
+    assert r"\x00 \x1b[31m \udce9 \u202e" in text
+    assert r"\x1b[31m" in ranks_table(report.attempts[0].ranks)
 
 
 @pytest.mark.multirank

@@ -130,3 +130,35 @@ def test_copies_of_a_model_that_is_spread_over_ranks(tmp_path: Path) -> None:
     plain = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3))
     lockstep.checkpoint.load(tmp_path, plain)
     assert torch.equal(plain[2].weight, results[0]["saved"]["model.2.weight"])
+
+
+def with_two_optimizers(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.Optimizer]:
+    model, _ = build(kind, seed)
+    later = [p for name, p in model.named_parameters() if "1." in name]
+    others = [p for name, p in model.named_parameters() if "1." not in name]
+    return model, torch.optim.AdamW(others, lr=0.01), torch.optim.SGD(later, lr=0.01, momentum=0.9)
+
+
+def train_with_two(model: nn.Module, *optimizers: torch.optim.Optimizer, first: int) -> dict[str, Any]:
+    for number in range(first, first + 2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model(torch.randn(4, 6, generator=torch.Generator().manual_seed(number))).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return whole_state(model, optimizers[1])
+
+
+def save_and_load_two_optimizers(folder: Path, kind: str) -> list[dict[str, Any]]:
+    model, one, two = with_two_optimizers(kind, seed=0)
+    train_with_two(model, one, two, first=0)
+    lockstep.checkpoint.save(folder, model, one, step=2, extra={"two": two}).wait()
+    again, new_one, new_two = with_two_optimizers(kind, seed=4)
+    lockstep.checkpoint.load(folder, again, new_one, extra={"two": new_two})
+    return [train_with_two(model, one, two, first=2), train_with_two(again, new_one, new_two, first=2)]
+
+
+@pytest.mark.parametrize("kind", ["sharded", "replicated"])
+def test_several_optimizers(tmp_path: Path, kind: str) -> None:
+    for goes_on, resumed in run_ranks(2, save_and_load_two_optimizers, tmp_path, kind):
+        assert_identical(resumed, goes_on, kind)

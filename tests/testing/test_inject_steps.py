@@ -201,6 +201,8 @@ def test_text_is_read_with_its_defaults() -> None:
         ("raise:status=3", "raise has no status; exit has"),
         ("kill:steps=3", "kill has no steps"),
         ("sleep:seconds=1,steps=0", "steps is '0'"),
+        ("kill:rank=²", "rank is '²'"),
+        ("exit:status=256", "status is 256; a process ends with one from 0 to 255"),
         ("kill:bucket=1", "there is no bucket at the moment 'backward'; there is one at launch, packed, collect"),
     ],
 )

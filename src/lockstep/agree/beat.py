@@ -171,7 +171,8 @@ def stack_now() -> str:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return "the main thread has ended"
-    return "".join(traceback.format_stack(frame)[-_NUM_LINES:])
+    text = "".join(traceback.format_stack(frame)[-_NUM_LINES:])
+    return text.encode(errors="backslashreplace").decode()  # a path may hold what no text does
 
 
 def _shown(frame: FrameType) -> str:

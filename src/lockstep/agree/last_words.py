@@ -21,20 +21,18 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from time import monotonic, sleep
 from types import TracebackType
 from typing import Any, NoReturn
 
 from lockstep.agree import pulse as pulses
 from lockstep.agree.beat import Words, words_of
 from lockstep.agree.leaving import abandon_groups, has_abandoned
+from lockstep.agree.lookout import keep_lookout
 
 logger = logging.getLogger("lockstep")
 
 _TELLING_SECONDS = 1.0
-_STAY_SECONDS = 2.5  # at most, for the host of the store: others hear once a second
 _CLOSING_SECONDS = 1.0
-_POLL_SECONDS = 0.02
 
 
 class _State:
@@ -54,7 +52,7 @@ def prepare() -> None:
     if not _State.is_prepared:
         _State.is_prepared = True
         atexit.register(_end)
-        pulses.on_new_pulse = _install
+        pulses.on_new_pulse = _begin
 
 
 def finish_before_end(function: Callable[[], None]) -> None:
@@ -62,6 +60,12 @@ def finish_before_end(function: Callable[[], None]) -> None:
     prepare()
     _unfinished.append(function)
     atexit.register(function)
+
+
+def _begin(pulse: pulses.Pulse) -> None:
+    """A pulse was made: look after those who belong to it, and tell them of the end."""
+    keep_lookout(pulse, is_excused=lambda: _State.noticed is not None)
+    _install()
 
 
 def _install() -> None:
@@ -180,9 +184,7 @@ def _end() -> None:
             if error is not None or is_amid or _State.noticed is not None or _State.leaving or has_abandoned():
                 abandon_groups(at_the_end=True)
             pulse.end_with(_words_at_the_end(pulse, is_amid), _TELLING_SECONDS)
-            deadline = monotonic() + _STAY_SECONDS
-            while pulse.hosts_store and monotonic() < deadline and not pulse.has_been_heard():
-                sleep(_POLL_SECONDS)
+            pulse.stay_until_heard()
         pulse.line.close(_CLOSING_SECONDS)
 
 

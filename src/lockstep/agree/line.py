@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from lockstep.agree.sockets import hang_up, port_of
 from lockstep.errors import StoreSilent
 
 logger = logging.getLogger("lockstep")
@@ -120,6 +121,9 @@ class Line:
         if self.is_ours:
             self._shared.jobs.put(None)
             self._thread.join(seconds)
+            if self._thread.is_alive():
+                hang_up(port_of(self._shared.store))
+                self._thread.join(seconds)
 
     @property
     def is_wanted(self) -> bool:

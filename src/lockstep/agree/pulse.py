@@ -7,21 +7,22 @@ Nothing of this happens in a training step; it is a thread's work, a few store c
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 from lockstep import torch_private
 from lockstep.agree.alive import Process, this_process
 from lockstep.agree.beat import Beat, Place, Words, read_beat, read_words, stack_now, where_now
 from lockstep.agree.line import Line, read
+from lockstep.agree.sockets import listens, port_of
 from lockstep.errors import StoreSilent
 
+_STAY_SECONDS = 2.5  # at most, for the host of the store: others hear once a second
+_POLL_SECONDS = 0.02
 _ANSWER_SECONDS = 0.5  # how long a rank that waits lets itself be held up by a look at the others
 
 
@@ -54,7 +55,7 @@ class _Self:
     def beat(self) -> Beat:
         with self.lock:
             self.number += 1
-            doing = "; ".join(sorted({text for who in list(self.doing) if (text := who.doing())})[:4])
+            doing = self.step_words()
             self.last_doing = doing or self.last_doing
             return Beat(
                 self.number,
@@ -70,6 +71,10 @@ class _Self:
                 dict(self.waits),
                 dict(self.meets),
             )
+
+    def step_words(self) -> str:
+        """Say which steps this process is in."""
+        return "; ".join(sorted({text for who in list(self.doing) if (text := who.doing())})[:4])
 
     def take_turn(self, store: Any) -> None:
         """Hear the last words of others, answer questions, give a sign of life."""
@@ -114,7 +119,7 @@ class Pulse:
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._self = _Self(f"lockstep/{attempt}/processes", rank, world, _hosts(store))
+        self._self = _Self(f"lockstep/{attempt}/processes", rank, world, listens(port_of(store)))
         self.rank, self.world = rank, world
         # More ranks look at more ranks: rarer, so that the store's work grows with the number of ranks, not its square.
         self.period = max(1.0, world / 100)
@@ -163,6 +168,21 @@ class Pulse:
         """What this process is doing, as its signs of life say it."""
         return self._self.beat().doing
 
+    def step_words(self) -> str:
+        """The same, without a sign of life."""
+        with self._self.lock:
+            return self._self.step_words()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a wait of ours, in whichever thread, has passed a second: it looks around itself."""
+        return bool(self._self.waits)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether this process has said its last words."""
+        return self._self.ended
+
     def is_amid_a_window(self) -> bool:
         """Whether gradients of this process are on their way, or should be."""
         return any(who.is_amid() for who in list(self._self.doing))
@@ -201,6 +221,12 @@ class Pulse:
         self.look()
         others = [beat for rank, beat in self._self.known.items() if rank != self.rank]
         return all(beat.heard or beat.ended or (beat.process is not None and beat.process.is_dead) for beat in others)
+
+    def stay_until_heard(self) -> None:
+        """Where the store ends with this process: let the others hear the last words first, for a moment."""
+        deadline = monotonic() + _STAY_SECONDS
+        while self.hosts_store and monotonic() < deadline and not self.has_been_heard():
+            sleep(_POLL_SECONDS)
 
     # ---------------------------------------------------------------- the others
 
@@ -258,7 +284,7 @@ _pulses: weakref.WeakValueDictionary[tuple[int, int], Pulse] = weakref.WeakValue
 _kept: weakref.WeakKeyDictionary[Any, Pulse] = weakref.WeakKeyDictionary()
 _making = threading.Lock()
 # Called for each pulse that is made; last_words.py sets it, since a process that has peers has them to tell.
-on_new_pulse: Callable[[], None] | None = None
+on_new_pulse: Callable[[Pulse], None] | None = None
 
 
 def pulse_of_this_process() -> Pulse | None:
@@ -275,39 +301,10 @@ def pulse_of_this_process() -> Pulse | None:
         if pulse is None or not pulse.line.is_ours:
             pulse = _pulses[key] = _kept[group] = Pulse(store, group.rank(), group.size())
             if on_new_pulse is not None:
-                on_new_pulse()
+                on_new_pulse(pulse)
     return pulse
 
 
 def living_pulses() -> list[Pulse]:
     """The pulses of this process, and none that a fork has left behind."""
     return [pulse for pulse in list(_pulses.values()) if pulse.line.is_ours]
-
-
-def _hosts(store: Any) -> bool:
-    """Whether this process is the one that listens on the store's port; False where this cannot be known."""
-    for _ in range(8):
-        store = getattr(store, "underlying_store", store)
-    port = getattr(store, "port", None)
-    if not isinstance(port, int):
-        return False
-    inodes = set()
-    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        try:
-            rows = [line.split() for line in Path(table).read_text().splitlines()[1:]]
-        except OSError:
-            continue
-        inodes |= {row[9] for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port}
-    return bool(inodes) and any(f"socket:[{inode}]" in _open_files() for inode in inodes)
-
-
-def _open_files() -> set[str]:
-    """What the descriptors of this process point to."""
-    found = set()
-    try:
-        for entry in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # the one that lists them is closed by now
-                found.add(os.readlink(f"/proc/self/fd/{entry}"))
-    except OSError:
-        return set()
-    return found

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.hook_state import hook_state, wrapper_of
+from lockstep.checkpoint.optimizers import is_of, optimizer_state, parameter_names
 from lockstep.checkpoint.pieces import Held, held
 from lockstep.checkpoint.rng import rng_state
 from lockstep.checkpoint.tree import encode
@@ -43,8 +44,9 @@ class Collected:
         if found.is_sharded and self.copy:
             found = replace(found, is_writer=False)
         local = found.local
-        layout = (tuple(local.shape), local.stride(), local.dtype, local.device, found.shape)
-        key = (local.data_ptr(), *layout, into is self.of_rank)
+        # A conjugate, or a negative, is the same memory read in another way.
+        layout = (tuple(local.shape), local.stride(), local.dtype, local.device, local.is_conj(), local.is_neg())
+        key = (local.data_ptr(), *layout, found.shape, into is self.of_rank)
         if local.numel() and key in self._seen:
             return self._seen[key][0]
         name, number = place, 1
@@ -62,29 +64,6 @@ def plain_keys(model: nn.Module) -> dict[str, Any]:
     return {key.replace(_COMPILED, ""): value for key, value in unwrap(model).state_dict().items()}
 
 
-def parameter_names(model: nn.Module) -> dict[int, str]:
-    """Map the id of each parameter to its plain name."""
-    return {id(p): name.replace(_COMPILED, "") for name, p in unwrap(model).named_parameters()}
-
-
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state by parameter name, in place of its positions."""
-    names = parameter_names(model)
-    groups, order = [], []
-    for group in optimizer.param_groups:
-        unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
-        if unknown:
-            raise ValueError(
-                f"the optimizer has {len(unknown)} parameter(s) that the model does not have (shapes {unknown[:5]}); "
-                "give the module that holds them all as the model"
-            )
-        order += [names[id(p)] for p in group["params"]]
-    state = optimizer.state_dict()
-    for group in state["param_groups"]:
-        groups.append({**group, "params": [order[index] for index in group["params"]]})
-    return {"state": {order[index]: values for index, values in state["state"].items()}, "param_groups": groups}
-
-
 def collect(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -98,6 +77,11 @@ def collect(
     """Collect the state of this rank; nothing is copied yet."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give the module, wrapped or not")
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}; give one optimizer, and others by name, as in "
+            'extra={"second": optimizer}'
+        )
     for name, part in (("scheduler", scheduler), ("scaler", scaler), ("data", data)):
         if part is not None and not callable(getattr(part, "state_dict", None)):
             raise TypeError(f"{name} is a {type(part).__name__}, which has no state_dict(); plain values go to extra=")
@@ -127,7 +111,10 @@ def collect(
     for name, given in (("extra", extra), ("per_rank", per_rank)):
         require_mapping(name, given)
     result.shared["extra"] = {
-        key: encode(state_of_object(value), f"extra/{key}", of_rank_zero) for key, value in (extra or {}).items()
+        key: encode(optimizer_state(model, value), f"extra/{key}", replicated)
+        if is_of(model, value)
+        else encode(state_of_object(value), f"extra/{key}", of_rank_zero)
+        for key, value in (extra or {}).items()
     }
     plan = getattr(wrapper_of(model), "plan", None)
     result.shared["plan"] = None if plan is None else plan.to_json()

@@ -30,6 +30,11 @@ def is_checkpoint_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+def is_a_checkpoint(path: Path) -> bool:
+    """Tell whether a path stands for one checkpoint, and not for a folder of them."""
+    return os.path.lexists(path / MANIFEST) or is_checkpoint_name(path.name)
+
+
 def partial_name(name: str, save_id: str) -> str:
     """Name the directory in which a checkpoint is being saved."""
     return f".{name}.{save_id}.partial"

@@ -18,7 +18,6 @@ from lockstep.checkpoint import folder as folders
 from lockstep.checkpoint.collect import require_mapping
 from lockstep.checkpoint.disk import in_use
 from lockstep.checkpoint.hook_state import wrapper_of
-from lockstep.checkpoint.manifest import MANIFEST
 from lockstep.checkpoint.ranks import Ranks, ranks_of
 from lockstep.checkpoint.reading import Reader
 from lockstep.checkpoint.restore import Restoration, Restored, Targets
@@ -148,7 +147,7 @@ def _agree_on_place(path: Path, ranks: Ranks, tried: list[Path]) -> Path | None:
 
 def _choose(path: Path, tried: list[Path]) -> Path | None:
     """Return the next checkpoint to try; None if there is none."""
-    if os.path.lexists(path / MANIFEST) or folders.is_checkpoint_name(path.name):
+    if folders.is_a_checkpoint(path):
         if not path.is_dir():
             return None
         if not tried:  # a user's own link to a checkpoint is followed, one in the place of a checkpoint is not

@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from lockstep import torch_private
 from lockstep.checkpoint.tensorfile import dtype_name
@@ -38,12 +39,26 @@ class Held:
 
 def held(tensor: torch.Tensor, place: str) -> Held:
     """Find out which part of a tensor this rank holds; ``place`` names it in errors."""
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{place} is a tensor of layout {tensor.layout}; only dense tensors can be stored")
+    if is_lazy(tensor):
+        raise TypeError(f"{place} is not initialised yet: it gets its shape in the model's first forward")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        layout = "nested" if tensor.is_nested else tensor.layout
+        raise TypeError(f"{place} is a tensor of layout {layout}; only dense tensors can be stored")
     if tensor.is_meta:
         raise TypeError(f"{place} is on the meta device: it has no values yet")
     tensor = tensor.detach()
     sharded = torch_private.shard_of(tensor)
+    local = tensor if sharded is None else sharded.local
+    if type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        # It may have no memory of its own: what it holds (a quantised weight, say) is known to its class only.
+        raise TypeError(
+            f"{place} is a {type(local).__module__}.{type(local).__qualname__}, a kind of tensor that cannot be "
+            "stored; save the plain tensors that it is made of, as extra= or by the module's state_dict()"
+        )
+    try:
+        dtype_name(local.dtype)
+    except TypeError as error:
+        raise TypeError(f"{place}: {error}") from None
     if sharded is None:
         return Held(tensor, tuple(tensor.shape), (0,) * tensor.dim(), is_sharded=False, is_writer=True)
     return Held(sharded.local, tuple(tensor.shape), sharded.offsets, is_sharded=True, is_writer=sharded.is_first)

@@ -10,6 +10,7 @@ in the verdict, so that all ranks know the same: it counts, or it does not and w
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -98,6 +99,10 @@ class Save:
                 self._ranks.tell(self._key(f"beat/{self._ranks.rank}"), "0")
             if self._ranks.rank != 0:
                 return self._hear_verdict(self._write_and_report(None))
+            if folders.is_a_checkpoint(self._folder):
+                raise NotADirectoryError(
+                    errno.ENOTDIR, "this is a checkpoint; give the folder it is in", str(self._folder)
+                )
             make_directory(self._folder)
             with locked(self._folder):
                 return self._lead()

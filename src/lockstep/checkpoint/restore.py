@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep import torch_private
-from lockstep.agree.drift import SETTINGS
-from lockstep.checkpoint.collect import parameter_names, plain_keys
+from lockstep.checkpoint.collect import plain_keys
 from lockstep.checkpoint.hook_state import restore_hook, wrapper_of
 from lockstep.checkpoint.manifest import STATE, state_of
+from lockstep.checkpoint.optimizers import SavedOptimizer, goes_by_name, is_of
 from lockstep.checkpoint.pieces import held
 from lockstep.checkpoint.reading import Reader, Region
 from lockstep.checkpoint.rng import restore_rng
@@ -86,8 +84,11 @@ class Restoration:
         targets = self._targets
         if targets.model is not None:
             problems += self._check_model(targets.model)
-        if targets.optimizer is not None:
-            problems += self._check_optimizer()
+        if targets.optimizer is not None and "optimizer" not in self.shared:
+            problems.append("it was saved without an optimizer")
+        problems += self._strangers()
+        for optimizer in self._optimizers():
+            problems += optimizer.check()
         for name in ("scheduler", "scaler", "data"):
             if getattr(targets, name) is not None and name not in self.shared:
                 problems.append(f"it was saved without {name}=")
@@ -110,33 +111,40 @@ class Restoration:
             if name is None or not isinstance(value, torch.Tensor) or name not in self.reader.manifest.tensors:
                 continue
             entry = self.reader.manifest.tensors[name]
-            if entry.shape != tuple(value.shape):
+            cannot = _why_not_filled(key, value)
+            if cannot:
+                problems.append(cannot)
+            elif entry.shape != tuple(value.shape):
                 problems.append(f"{key} has the shape {list(entry.shape)} there, and {list(value.shape)} in the model")
             elif DTYPES[entry.dtype] is not value.dtype and self._targets.strict:
                 problems.append(f"{key} is {entry.dtype} there, and {value.dtype} in the model; strict=False converts")
         return problems
 
-    def _check_optimizer(self) -> list[str]:
-        if "optimizer" not in self.shared:
-            return ["it was saved without an optimizer"]
-        saved, groups = self.shared["optimizer"]["param_groups"], self._names_of_groups()
-        if len(saved) != len(groups):
-            return [f"the optimizer has {len(groups)} groups of parameters, and the saved one {len(saved)}"]
-        problems = []
-        assert self._targets.optimizer is not None
-        current = self._targets.optimizer.param_groups
-        for number, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
-            if set(theirs["params"]) != set(ours):
-                odd = sorted(set(theirs["params"]) ^ set(ours))
-                problems.append(f"group {number} of the optimizer differs in {', '.join(odd[:5])}")
-            problems += _other_kind(number, theirs.keys(), current[number].keys())
-        return problems
+    def _strangers(self) -> list[str]:
+        """Say which optimizers of extra= cannot be restored, since they go by names of the model's parameters."""
+        model = self._targets.model
+        return [
+            f"extra[{key!r}] goes by the names of the model's parameters, and " + why
+            for key, target in self._targets.extra.items()
+            if isinstance(target, torch.optim.Optimizer) and goes_by_name(self.shared["extra"].get(key))
+            for why in (["the model was not given"] if model is None else ["this optimizer has others"])
+            if not is_of(model, target)
+        ]
 
-    def _names_of_groups(self) -> list[list[str]]:
-        assert self._targets.optimizer is not None
-        assert self._targets.model is not None
-        names = parameter_names(self._targets.model)
-        return [[names.get(id(p), "?") for p in group["params"]] for group in self._targets.optimizer.param_groups]
+    def _optimizers(self) -> list[SavedOptimizer]:
+        """Pair the optimizers of the model with the saved state that goes into them."""
+        targets, found = self._targets, []
+        model = targets.model
+        if model is None:
+            return []
+        if targets.optimizer is not None and "optimizer" in self.shared:
+            saved = self.shared["optimizer"]
+            found.append(SavedOptimizer("the optimizer", saved, targets.optimizer, model, self.reader))
+        for key, target in targets.extra.items():
+            saved = self.shared["extra"].get(key)
+            if goes_by_name(saved) and is_of(model, target):
+                found.append(SavedOptimizer(f"extra[{key!r}]", saved, target, model, self.reader))
+        return found
 
     def files(self) -> set[str]:
         """Name the files with the tensors that this rank will read."""
@@ -159,29 +167,9 @@ class Restoration:
             if name is not None and isinstance(value, torch.Tensor):
                 part = held(value, key)
                 regions[name] = Region(part.offsets, tuple(part.local.shape))
-        if self._targets.optimizer is not None:
-            for parameter, values in self._sharded_state():
-                part = held(parameter, "")
-                for name in values:
-                    regions[name] = Region(part.offsets, tuple(part.local.shape))
+        for optimizer in self._optimizers():
+            regions |= optimizer.regions()
         return regions
-
-    def _sharded_state(self) -> list[tuple[torch.Tensor, list[str]]]:
-        """List sharded parameters and the saved state that is sharded like them."""
-        found = []
-        for name, parameter in self._parameters().items():
-            if torch_private.shard_of(parameter) is None:
-                continue
-            values = tensor_names(self.shared["optimizer"]["state"].get(name, {}))
-            entries = self.reader.manifest.tensors
-            found.append((parameter, [v for v in values if entries[v].shape == tuple(parameter.shape)]))
-        return found
-
-    def _parameters(self) -> dict[str, torch.Tensor]:
-        assert self._targets.optimizer is not None
-        names = [name for group in self._names_of_groups() for name in group]
-        parameters = [p for group in self._targets.optimizer.param_groups for p in group["params"]]
-        return dict(zip(names, parameters, strict=True))
 
     # ---------------------------------------------------------------- write into live objects
 
@@ -190,8 +178,8 @@ class Restoration:
         targets, result = self._targets, Restored()
         if targets.model is not None:
             self._restore_model(targets.model)
-        if targets.optimizer is not None:
-            self._restore_optimizer(targets.optimizer)
+        for optimizer in self._optimizers():
+            optimizer.restore()
         for name in ("scheduler", "scaler", "data"):
             target = getattr(targets, name)
             if target is not None:
@@ -230,36 +218,6 @@ class Restoration:
         # Copies every tensor onto itself, which changes nothing, and lets modules see that they were loaded.
         plain.load_state_dict(kept, strict=self._targets.strict)
 
-    def _restore_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        saved, parameters = self.shared["optimizer"], self._parameters()
-        position = {name: number for number, name in enumerate(parameters)}
-        state = {
-            position[name]: decode(values, partial(self._state_like, parameters[name]))
-            for name, values in saved["state"].items()
-            if name in position
-        }
-        groups = []
-        for group, ours in zip(saved["param_groups"], self._names_of_groups(), strict=True):
-            # Names that torch keeps with a group are this model's, which may be wrapped differently.
-            options = {
-                key: self._decoded(value) for key, value in group.items() if key not in ("params", "param_names")
-            }
-            groups.append({**options, "params": [position[name] for name in ours]})
-        for group, current in zip(groups, optimizer.param_groups, strict=True):
-            if "param_names" in current:
-                group["param_names"] = current["param_names"]
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-    def _state_like(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """Read a tensor of optimizer state; sharded like its parameter if it has the parameter's shape."""
-        part = held(parameter, name)
-        if not part.is_sharded or self.reader.manifest.tensors[name].shape != part.shape:
-            return self.reader.tensor(name)
-        dtype = DTYPES[self.reader.manifest.tensors[name].dtype]
-        local = torch.empty(part.local.shape, dtype=dtype, device=part.local.device)
-        self.reader.fill(local, name, part.offsets)
-        return torch_private.dtensor_like(parameter, local)
-
     def _restore_own(self, own: dict[str, Any], result: Restored) -> dict[str, Any]:
         restore_rng(self._decoded_own(own["rng"]))
         if not own["rng"]:
@@ -282,7 +240,9 @@ class Restoration:
         self, saved: Mapping[str, Any], given: Mapping[str, Any], decoded: Callable[[Any], Any]
     ) -> dict[str, Any]:
         """Restore a user's objects, and return the values for all names."""
-        values = {key: decoded(tree) for key, tree in saved.items()}
+        # An optimizer of the model has its state by now, of which this rank may have read its part only.
+        has_state = {key for key in given if goes_by_name(saved.get(key)) and is_of(self._targets.model, given[key])}
+        values = {key: decoded(tree) for key, tree in saved.items() if key not in has_state}
         for key, target in given.items():
             if key not in values:
                 continue
@@ -293,20 +253,15 @@ class Restoration:
         return values
 
 
-def _other_kind(number: int, saved: Set[str], current: Set[str]) -> list[str]:
-    """Say so if a group has the settings of an optimizer of another kind: they would be put in the place of its own.
-
-    One side alone may have more: a newer torch, or a scheduler, adds settings.
-    """
-    gone, new = (
-        [name for name in SETTINGS if name in a and name not in b] for a, b in ((saved, current), (current, saved))
-    )
-    if not gone or not new:
-        return []
-    return [
-        f"group {number} was saved by an optimizer of another kind: it has {', '.join(gone)}, and this one has "
-        f"{', '.join(new)}"
-    ]
+def _why_not_filled(key: str, target: torch.Tensor) -> str:
+    """Say why a tensor of the model cannot be written into; empty where it can."""
+    try:
+        local = held(target, key).local
+    except TypeError as error:
+        return str(error)
+    if any(size > 1 and stride == 0 for size, stride in zip(local.shape, local.stride(), strict=True)):
+        return f"{key} is expanded in the model: several of its elements are the same memory; give it its own"
+    return ""
 
 
 def _is_shared_state(tree: dict[str, Any]) -> bool:

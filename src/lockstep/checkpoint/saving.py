@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping
 from enum import Enum
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ logger = logging.getLogger("lockstep")
 _QUIET_SECONDS = 5.0
 _EXIT_SECONDS = 60.0
 _GIB = 1 << 30
+_LAST_STEP = (1 << 63) - 1
 
 
 class State(Enum):
@@ -121,9 +123,9 @@ def save(
         process_group: the ranks that save; None for the default group, or for one process alone.
     """
     global _in_flight
-    if step < 0 or int(step) != step:
-        raise ValueError(f"step is {step!r}; it must be a whole number from 0")
-    if keep is not None and keep < 1:
+    if not _is_whole(step) or not 0 <= step <= _LAST_STEP:
+        raise ValueError(f"step is {step!r}; it must be a whole number from 0 to {_LAST_STEP}")
+    if keep is not None and (not _is_whole(keep) or keep < 1):
         raise ValueError(f"keep is {keep!r}; keep at least 1, or None for all")
     if on_error not in ("raise", "warn"):
         raise ValueError(f'on_error is {on_error!r}; it must be "raise" or "warn"')
@@ -141,7 +143,8 @@ def save(
         snapshot = take_snapshot(collected, int(step), ranks.rank, ranks.world, copies=asynchronous, compares=check)
     except Exception as error:
         failure = error
-    handle = _start(Path(path), snapshot, ranks, int(step), keep, on_error, failure, asynchronous)
+    num_kept = None if keep is None else int(keep)
+    handle = _start(Path(path), snapshot, ranks, int(step), num_kept, on_error, failure, asynchronous)
     if failure is not None and on_error == "raise":  # the others hear of it in the verdict
         handle._told = True
         handle._done.wait()
@@ -149,6 +152,10 @@ def save(
     if not asynchronous:
         handle.wait()
     return handle
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())
 
 
 def _start(

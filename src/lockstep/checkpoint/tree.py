@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from numbers import Integral, Real
 from typing import Any
 
@@ -19,6 +19,7 @@ from lockstep.checkpoint.tensorfile import DTYPES, dtype_name
 
 _TAG = "$"
 _SEPARATOR = "/"
+_MOST_BITS = 10_000  # of a number in digits: Python refuses to read very long ones
 
 TakeTensor = Callable[[str, torch.Tensor], str]
 GiveTensor = Callable[[str], Any]
@@ -26,15 +27,23 @@ GiveTensor = Callable[[str], Any]
 
 def encode(value: Any, place: str, take: TakeTensor) -> Any:
     """Turn ``value`` into JSON; ``take(place, tensor)`` is given every tensor and returns its name."""
+    try:
+        return _encode(value, place, take)
+    except RecursionError:
+        raise TypeError(f"{place} contains itself, or goes too deep to be stored") from None
+
+
+def _encode(value: Any, place: str, take: TakeTensor) -> Any:
     if value is None or isinstance(value, bool | str):
-        return str(value) if isinstance(value, str) else value
+        return str.__str__(value) if isinstance(value, str) else value  # of an enum, too
     if isinstance(value, torch.Tensor):
         return _tagged("tensor", take(place, value))
     if isinstance(value, Integral):
-        return int(value)
-    if isinstance(value, Real):
-        number = float(value)
-        return number if math.isfinite(number) else _tagged("float", repr(number))
+        number = int(value)
+        return number if number.bit_length() <= _MOST_BITS else _tagged("int", hex(number))
+    if isinstance(value, Real) and _is_a_float(value):
+        real = float(value)
+        return real if math.isfinite(real) else _tagged("float", repr(real))
     if isinstance(value, complex):
         return _tagged("complex", [repr(value.real), repr(value.imag)])
     if isinstance(value, bytes):
@@ -46,22 +55,39 @@ def encode(value: Any, place: str, take: TakeTensor) -> Any:
     if isinstance(value, Mapping):
         return _encode_mapping(value, place, take)
     if type(value) in (list, tuple) or isinstance(value, list):
-        items = [encode(item, f"{place}{_SEPARATOR}{number}", take) for number, item in enumerate(value)]
+        items = [_encode(item, f"{place}{_SEPARATOR}{number}", take) for number, item in enumerate(value)]
         return _tagged("tuple", items) if isinstance(value, tuple) else items
     if isinstance(value, set | frozenset):
-        return _tagged("set", [encode(item, place, take) for item in sorted(value)])
+        kind = "frozenset" if isinstance(value, frozenset) else "set"
+        return _tagged(kind, [_encode(item, f"an item of {place}", _no_tensor) for item in _in_order(value)])
     raise TypeError(
         f"{place} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored: a checkpoint holds "
         "tensors, numbers, texts, lists, tuples, sets and dicts, and nothing that would have to be unpickled"
     )
 
 
+def _is_a_float(value: Any) -> bool:
+    """Whether a number is one that a float can hold: a third is not."""
+    try:
+        return bool(float(value) == value or value != value)
+    except OverflowError:
+        return False
+
+
+def _in_order(items: Set[Any]) -> list[Any]:
+    """The items of a set in an order that does not depend on the process."""
+    try:
+        return sorted(items)
+    except TypeError:
+        return sorted(items, key=lambda item: (type(item).__qualname__, repr(item)))
+
+
 def _encode_mapping(value: Mapping[Any, Any], place: str, take: TakeTensor) -> Any:
     kind = "counter" if isinstance(value, Counter) else "dict"
     if kind == "dict" and all(type(key) is str for key in value) and _TAG not in value:
-        return {key: encode(item, f"{place}{_SEPARATOR}{key}", take) for key, item in value.items()}
+        return {key: _encode(item, f"{place}{_SEPARATOR}{key}", take) for key, item in value.items()}
     pairs = [
-        [encode(key, f"a key of {place}", _no_tensor), encode(item, f"{place}{_SEPARATOR}{key}", take)]
+        [_encode(key, f"a key of {place}", _no_tensor), _encode(item, f"{place}{_SEPARATOR}{key}", take)]
         for key, item in value.items()
     ]
     return _tagged(kind, pairs)
@@ -122,7 +148,9 @@ _DECODERS: dict[str, Callable[[Any, GiveTensor], Any]] = {
     "dtype": lambda value, _: DTYPES[value],
     "size": lambda value, _: torch.Size(value),
     "tuple": lambda value, give: tuple(decode(item, give) for item in value),
+    "int": lambda value, _: int(value, 16),
     "set": lambda value, give: {decode(item, give) for item in value},
+    "frozenset": lambda value, give: frozenset(decode(item, give) for item in value),
     "dict": _pairs,
     "counter": lambda value, give: Counter(_pairs(value, give)),
 }

@@ -327,7 +327,7 @@ def _port(args: argparse.Namespace) -> int:
     """The port that was asked for, by whichever option; 0 for any."""
     _, _, port = args.rdzv_endpoint.rpartition(":")
     if args.rdzv_endpoint and port:
-        if not (port.isdigit() and int(port) <= 65535):
+        if not (port.isdecimal() and int(port) <= 65535):
             raise BadUse(f"--rdzv-endpoint is {args.rdzv_endpoint!r}; give host:port, ports go from 0 to 65535")
         return int(port)
     return int(args.master_port or 0)

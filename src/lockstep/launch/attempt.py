@@ -24,12 +24,15 @@ from lockstep.launch.page import Place, page_path, read_place
 from lockstep.launch.signals import Signals
 from lockstep.launch.spawn import CannotStart, Program, Started, mark_of, start
 from lockstep.launch.store import HostedStore
+from lockstep.launch.visible import visible
 from lockstep.launch.words import read_words
 
 _LOOK_SECONDS = 0.2  # how long to sleep at most; the end of a rank wakes at once
 _LAST_WORDS_SECONDS = 3.0  # for survivors of a failure to notice it and to say where they were
 _STACK_SECONDS = 0.5
 _STOPPED_SECONDS = 5.0  # a rank that is stopped for longer is worth a line
+_SPEAK_FIRST_SECONDS = 10.0  # for ranks to say themselves that they miss one: they know where
+_LEFT_SECONDS = 60.0  # a rank that goes on for so long when another has ended is worth a line
 _KILLED_SECONDS = 10.0  # a process that SIGKILL does not end by then is stuck in the kernel
 
 
@@ -80,8 +83,8 @@ class Attempt:
         self._ranks: list[RankFacts] = []
         self._oom_before: dict[int, dict[str, int]] = {}
         self._started: Started | None = None
-        self._stopped_since: dict[int, float] = {}
-        self._num_looks_alone = 0
+        self._num_looks_stopped: dict[int, int] = {}
+        self._num_looks_alone = self._num_looks_left = 0
         self._arrivals = Arrivals(limits.start, say)
 
     def run(self) -> Ended:
@@ -162,6 +165,7 @@ class Attempt:
                 alone = self._look_for_stopped()
                 if alone is not None:
                     return alone
+                self._look_for_left()
                 places = {facts.rank: self._place(facts) for facts in self._ranks}
                 cause = self._arrivals.look(places, {facts.rank: facts.pid for facts in self._running})
                 if cause is not None:
@@ -204,30 +208,29 @@ class Attempt:
                 os.close(handle)
 
     def _look_for_stopped(self) -> Cause | None:
-        """Tell of ranks that are stopped while others run; a cause where all others have ended."""
-        stopped = [facts for facts in self._running if processes.is_stopped(facts.pid)]
-        if len(stopped) == len(self._running):
-            self._stopped_since.clear()  # all of them: someone suspended the job, or the machine
-            return self._left_alone(stopped)
-        self._num_looks_alone = 0
-        for facts in self._running:
-            if facts not in stopped:
-                self._stopped_since.pop(facts.rank, None)
-            elif facts.rank not in self._stopped_since:
-                self._stopped_since[facts.rank] = time.monotonic()
-            elif 0 < self._stopped_since[facts.rank] <= time.monotonic() - _STOPPED_SECONDS:
-                self._stopped_since[facts.rank] = -1.0  # told
-                say(
-                    f"rank {facts.rank} (pid {facts.pid}) is stopped, and the others wait for it; "
-                    f"kill -CONT {facts.pid} lets it go on"
-                )
-        return None
-
-    def _left_alone(self, stopped: list[RankFacts]) -> Cause | None:
-        """A cause once ranks have been stopped for the deadline of ranks without a sign of life, and all others ended.
+        """Tell of ranks that are stopped while others run; a cause where they are so for too long.
 
         Looks are counted, once a second, since time in which this process stood still does not count.
         """
+        stopped = [facts for facts in self._running if processes.is_stopped(facts.pid)]
+        if len(stopped) == len(self._running):
+            self._num_looks_stopped.clear()  # all of them: someone suspended the job, or the machine
+            return self._left_alone(stopped)
+        self._num_looks_alone = 0
+        num_looks = {facts.rank: self._num_looks_stopped.get(facts.rank, 0) + 1 for facts in stopped}
+        self._num_looks_stopped = num_looks
+        limit = settings.heartbeat_timeout()
+        for facts in stopped:
+            which = f"rank {facts.rank} (pid {facts.pid}) is stopped"
+            if limit and num_looks[facts.rank] >= limit + _SPEAK_FIRST_SECONDS:
+                text = f"{which} (SIGSTOP or a debugger) for {num_looks[facts.rank]} s, and the others wait for it"
+                return Cause(facts.rank, text)
+            if num_looks[facts.rank] == _STOPPED_SECONDS:
+                say(f"{which}, and the others wait for it; kill -CONT {facts.pid} lets it go on")
+        return None
+
+    def _left_alone(self, stopped: list[RankFacts]) -> Cause | None:
+        """A cause once ranks have been stopped for the deadline of ranks without a sign of life, and others ended."""
         self._num_looks_alone += 1
         limit = settings.heartbeat_timeout()
         if not limit or self._num_looks_alone < limit or len(stopped) == len(self._ranks) or not stopped:
@@ -235,6 +238,14 @@ class Attempt:
         first = stopped[0]
         text = f"rank {first.rank} (pid {first.pid}) is stopped (SIGSTOP or a debugger), and all others have ended"
         return Cause(first.rank, text)
+
+    def _look_for_left(self) -> None:
+        """Tell of ranks that go on for long when others have ended: perhaps something holds them at their end."""
+        left = self._running
+        self._num_looks_left = self._num_looks_left + 1 if 0 < len(left) < len(self._ranks) else 0
+        if self._num_looks_left == _LEFT_SECONDS:
+            who = ", ".join(f"rank {facts.rank} (pid {facts.pid}), last seen in {self._place(facts)}" for facts in left)
+            say(f"still running {_LEFT_SECONDS:.0f} s after others have ended well: {who}")
 
     # ---------------------------------------------------------------- end
 
@@ -325,7 +336,7 @@ class Attempt:
 
 def say(text: str) -> None:
     """A line of the launcher's, between those of the ranks."""
-    show(f"lockstep run: {text}")
+    show(f"lockstep run: {visible(text)}")
 
 
 def show(text: str) -> None:

@@ -51,12 +51,20 @@ def find_cause(ranks: Sequence[RankFacts]) -> Cause:
         if peer.ending is Ending.FAILED:
             continue
         missing = ", ".join(str(facts.rank) for facts in failed if rank in named_peers(facts))
-        text = f"rank {rank} (pid {peer.pid}) {_absence(peer)}; missed by rank(s) {missing}"
-        return Cause(rank, f"{text}; last seen in {peer.place}", peer.place.step, failed[0].exit_code or 1)
+        return _missed(peer, missing, failed[0].exit_code)
     stopped = [facts for facts in ranks if facts.was_stopped]
     if stopped:
         return blame(stopped[0], failed[0].exit_code if failed else 1)
+    left = sorted((facts for facts in ranks if facts.ending is Ending.DONE), key=lambda facts: facts.ended_at)
+    if failed and left and not missed:  # connections broke, and nobody says whose: who had ended is not there
+        missing = ", ".join(str(facts.rank) for facts in failed)
+        return _missed(left[0], missing, failed[0].exit_code)
     return blame(failed[0]) if failed else Cause(None, "no rank failed")
+
+
+def _missed(peer: RankFacts, by: str, exit_code: int | None) -> Cause:
+    text = f"rank {peer.rank} (pid {peer.pid}) {_absence(peer)}; missed by rank(s) {by}"
+    return Cause(peer.rank, f"{text}; last seen in {peer.place}", peer.place.step, exit_code or 1)
 
 
 def _order(facts: RankFacts) -> tuple[float, bool]:

@@ -44,7 +44,7 @@ class HostCheckin:
         endpoint = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}"
         address, _, port = endpoint.rpartition(":")
         wanted = f"{least}" if least == most else f"at least {least}"
-        number = int(port) if port.isdigit() else 29500
+        number = int(port) if port.isdecimal() else 29500
         return cls(address or endpoint, number, args.node_rank, most, is_numbered=is_numbered, wanted=wanted)
 
     def start(self) -> None:

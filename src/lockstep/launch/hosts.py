@@ -97,5 +97,6 @@ def _conclude(name: str, command: Sequence[str], report_dir: Path, ended: Ended)
         show(ranks_table(ended.ranks))
     try:
         say(f"report: {write_reports(report_dir, Report(name, tuple(command), os.getcwd(), [ended]))}")
-    except OSError as error:
-        say(f"no report could be written to {report_dir}: {error.strerror} (--report-dir)")
+    except Exception as error:  # whatever it is, how the job ended is not to be hidden by it
+        reason = getattr(error, "strerror", None) or error
+        say(f"no report could be written to {report_dir}: {reason} (--report-dir)")

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import IO, NamedTuple
 
 from lockstep import settings
+from lockstep.agree import sudden
 from lockstep.launch.page import Page, page_path
 from lockstep.launch.processes import die_with_parent
 from lockstep.launch.words import Words, words_of, write_words
@@ -75,6 +76,7 @@ def enter() -> None:
         print(f"lockstep: rank {rank} cannot say where it is: {error}", file=sys.stderr)
     moments.reached(moments.StepMoment.STARTED)
     _note_errors_of_threads()
+    sudden.listeners.append(note_error)
     parent = os.getppid()
     threading.Thread(target=_end_with, args=(parent,), name="lockstep guards", daemon=True).start()
 

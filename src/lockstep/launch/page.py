@@ -114,7 +114,7 @@ class Page:
     def _text(self, moment: StepMoment, names: str) -> bytes:
         if len(self._texts) >= _MAX_TEXTS:
             self._texts.clear()
-        text = _TEXTS.pack(moment.value.encode(), names.encode()[:_NAME_BYTES])
+        text = _TEXTS.pack(moment.value.encode(), names.encode(errors="replace")[:_NAME_BYTES])
         self._texts[moment, names] = text
         return text
 

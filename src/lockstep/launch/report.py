@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.launch.facts import RankFacts
+from lockstep.launch.visible import visible
 from lockstep.version import __version__
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def write_reports(directory: Path, report: Report) -> Path:
     data = as_json(report)
     _write(directory / f"{stem}.json", json.dumps(data, indent=1))
     page = directory / f"{stem}.html"
-    _write(page, as_page(report))
+    _write(page, visible(as_page(report)))
     return page
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lockstep.launch.facts import RankFacts
+from lockstep.launch.visible import visible
 
 if TYPE_CHECKING:
     from lockstep.launch.attempt import Ended
@@ -43,5 +44,5 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    line = " ".join(text.split())
+    line = visible(" ".join(text.split()))
     return line if len(line) <= _MAX_CELL else f"{line[: _MAX_CELL - 3]}..."

@@ -101,8 +101,9 @@ def _conclude(job: Job, attempts: Sequence[Ended]) -> None:
         try:
             page = write_reports(job.report_dir, Report(job.name, tuple(job.command), os.getcwd(), attempts))
             say(f"report: {page}")
-        except OSError as error:
-            say(f"no report could be written to {job.report_dir}: {error.strerror} (--report-dir)")
+        except Exception as error:  # whatever it is, how the job ended is not to be hidden by it
+            reason = getattr(error, "strerror", None) or error
+            say(f"no report could be written to {job.report_dir}: {reason} (--report-dir)")
 
 
 def shell_exit_code(exit_code: int) -> int:

@@ -36,8 +36,11 @@ class Words:
 
     @property
     def first_line(self) -> str:
-        lines = self.text.strip().splitlines()
-        return f"{self.type}: {lines[0]}" if lines else self.type
+        lines = [line.strip() for line in self.text.strip().splitlines()]
+        if not lines:
+            return self.type
+        # What is announced in a line is said in the next one.
+        return f"{self.type}: {' '.join(lines[:2]) if lines[0].endswith(':') else lines[0]}"
 
 
 def words_of(

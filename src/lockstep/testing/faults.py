@@ -29,6 +29,7 @@ ACTIONS = {
     "nan": (StepMoment.PACKED, False),
     "slow": (StepMoment.LAUNCH, True),
 }
+_LAST_STATUS = 255
 KEYS = ("rank", "step", "moment", "bucket", "seconds", "status", "steps", "attempt")
 _NEEDS_SECONDS = ("sleep", "freeze", "slow")
 _WITHOUT_STEP = (StepMoment.STARTED, StepMoment.JOINING, StepMoment.JOINED)
@@ -166,9 +167,12 @@ def _whole(values: dict[str, str], key: str, default: int) -> int: ...
 def _whole(values: dict[str, str], key: str, default: int | None = None) -> int | None:
     if key not in values:
         return default
-    if not values[key].isdigit():
+    if not values[key].isdecimal():
         raise BadFault(f"{key} is {values[key]!r}; give a whole number from 0")
-    return int(values[key])
+    number = int(values[key])
+    if key == "status" and number > _LAST_STATUS:
+        raise BadFault(f"status is {number}; a process ends with one from 0 to {_LAST_STATUS}")
+    return number
 
 
 def _seconds(values: dict[str, str]) -> float:

@@ -193,7 +193,7 @@ def _world() -> int | None:
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     text = os.environ.get("WORLD_SIZE", "")
-    return int(text) if text.isdigit() else None
+    return int(text) if text.isdecimal() else None
 
 
 def _this_rank() -> int:
