@@ -244,7 +244,7 @@ def _deliver(root: Root, unit: Unit, store: FlatStore, gradients: Sequence[Tenso
     step = team.step
     with step.lane.lock:
         root.note_backward()
-        slots, coming = _of_slots(team, store, gradients)
+        slots, coming, all_slots = _of_slots(team, store, gradients)
         if not slots:
             return
         if not step.is_in_pass:
@@ -262,20 +262,27 @@ def _deliver(root: Root, unit: Unit, store: FlatStore, gradients: Sequence[Tenso
         try:
             if bucket.num_due == 0:
                 for _ in range(num_due):
-                    step.intake.expect_delivery(bucket, slots)
+                    # All of its parameters: see calls.py, [Note: a unit leaves with its backward].
+                    step.intake.expect_delivery(bucket, all_slots)
             step.intake.take_delivery(bucket, slots, coming)
         except Exception as error:
             step.tell_peers(error)
             raise
 
 
-def _of_slots(team: Team, store: FlatStore, gradients: Sequence[Tensor | None]) -> tuple[list[Slot], list[Tensor]]:
-    """The gradients that there are, and whose they are."""
+def _of_slots(
+    team: Team, store: FlatStore, gradients: Sequence[Tensor | None]
+) -> tuple[list[Slot], list[Tensor], list[Slot]]:
+    """Whose gradients there are, the gradients, and all that train."""
     slots: list[Slot] = []
     coming: list[Tensor] = []
+    all_slots: list[Slot] = []
     for parameter, gradient in zip(store.parameters, gradients, strict=True):
         slot = team.slots.get(parameter.name)
-        if gradient is not None and slot is not None and parameter.sharded.requires_grad:
+        if slot is None:
+            continue
+        all_slots.append(slot)
+        if gradient is not None and parameter.sharded.requires_grad:
             slots.append(slot)
             coming.append(gradient)
-    return slots, coming
+    return slots, coming, all_slots

@@ -17,6 +17,7 @@ from lockstep.engine.casts import MEETING_SECONDS
 from lockstep.engine.feeders.hooks import HookFeeder
 from lockstep.engine.lane import lane_of
 from lockstep.engine.reducer import Reducer
+from lockstep.engine.states import Kind, State
 from lockstep.engine.step import SyncStep
 from lockstep.engine.union import Union
 from lockstep.plan import Bucket, BucketCaps, ParameterSpec, Plan
@@ -80,6 +81,7 @@ class Team:
         self._is_agreed = False
         self._num_agreements = 0
         self.had_unused = False
+        self._other_task: int | None = None  # the last backward that ended in no .grad
         step_guard.watch(self.step)
 
     @staticmethod
@@ -191,6 +193,31 @@ class Team:
                     shown,
                 )
         self._is_agreed = True
+
+    def end_unit(self, unit: Unit) -> None:
+        """The backward of a unit is over: it leaves (calls.py, [Note: a unit leaves with its backward])."""
+        step = self.step
+        if isinstance(self.exchange, HookExchange) or step.closing.is_compared:
+            return  # nobody waits in there
+        with step.lane.lock:
+            if not step.is_in_pass:
+                task = torch_private.graph_task_id()
+                if task == self._other_task:
+                    return
+                if not step.takes_part():
+                    self._other_task = task  # torch.autograd.grad
+                    return
+                step.lane.begin(step)
+            step.intake.flush_deferred()
+            if not step.syncs or step.state is not State.OPEN or step.kind is not Kind.FULL:
+                return
+            with step.telling_peers():
+                for bucket, load in zip(step.reducer.buckets, self.memory.loads, strict=True):
+                    if load.unit is unit and bucket.num_pending and not bucket.num_due and not bucket.has_left:
+                        for slot in bucket.slots:
+                            if not slot.ready:
+                                step.note_ready(slot, found_unused=not slot.dirty)
+                step.send_complete()
 
     def set_comm_hook(self, state: Any, hook: Any, name: str) -> None:
         reducer = self.step.reducer

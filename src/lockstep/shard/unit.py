@@ -19,6 +19,7 @@ from torch import nn
 
 from lockstep import torch_private
 from lockstep.observe.timeline import now
+from lockstep.shard.calls import Calls
 from lockstep.shard.mesh import Links, ShardMesh
 from lockstep.shard.own_gather import OwnStore
 from lockstep.shard.parameter import ShardedParameter
@@ -117,6 +118,7 @@ class Unit:
         self.backward_prefetch: list[Unit] | None = None
         self.order_positions: list[int] = []  # in the order of this step's forwards
         self.modules_to_run: set[nn.Module] = set()  # of a unit of several, in this forward
+        self.calls = Calls()  # whose backward is still to come
         self._versions: list[list[int]] = []  # of the shards that were gathered
         self.gathers = Gathers()
         self.last_gathers = Gathers()  # of the last step, for explain.py
