@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import errors, torch_private
 from lockstep.agree.board import Board, open_board
-from lockstep.agree.control import control_of
+from lockstep.agree.control import ControlPlane, control_of
 from lockstep.agree.watch import Watch
 from lockstep.engine import step_guard
 from lockstep.engine.bucket import Slot
@@ -23,10 +23,11 @@ from lockstep.engine.union import Union
 from lockstep.plan import Bucket, BucketCaps, ParameterSpec, Plan
 from lockstep.settings import agreement_timeout
 from lockstep.shard.exchange import HookExchange, Load, ScatterExchange
+from lockstep.shard.foresight import Meeting
 from lockstep.shard.layout import ShardPlan, flat_layouts
 from lockstep.shard.level import GatherLog
 from lockstep.shard.memory import ShardMemory
-from lockstep.shard.mesh import Links, whole_group
+from lockstep.shard.mesh import Links, ShardMesh, whole_group
 from lockstep.shard.parameter import ShardedParameter
 from lockstep.shard.unit import Unit
 from lockstep.shard.updates import Tally
@@ -49,8 +50,10 @@ class Team:
         self.watch = Watch(self.board, group.rank(), group_seconds=group_seconds)
         for unit in units:
             unit.links = Links(unit.mesh, self.watch)
+            if unit.num_keepers:
+                unit.links.keepers(unit.num_keepers)  # made here, which all ranks pass
         self.memory = ShardMemory(root.attendance)
-        self.gather_log = GatherLog(units)
+        self.gather_log = GatherLog(units, mesh.shard_ranks)
         self._lingering: set[ShardedParameter] = set()  # frozen, and with gradients that have not been reduced yet
         plan, slots, loads = self._plan()
         self.slots = {slot.name: slot for slot in slots}
@@ -72,6 +75,7 @@ class Team:
         self.step.after_pass = self._after_pass_of(me)
         if mesh.num_replicas == 1:  # each replica gathers for itself
             self.step.gathers = self.gather_log.said
+        self._let_gathers_meet(mesh, control)
         self._tally = Tally(self.step)
         self._tally.mark(self._leaves)
         for unit in units:
@@ -84,6 +88,13 @@ class Team:
         self._other_task: int | None = None  # the last backward that ended in no .grad
         step_guard.watch(self.step)
 
+    def _let_gathers_meet(self, mesh: ShardMesh, control: ControlPlane | None) -> None:
+        is_own = mesh.num_replicas > 1
+        plane = control_of(mesh.shard_group) if is_own else control
+        if mesh.world > 1 and plane is not None:
+            self.gather_log.meeting = Meeting(self.step, plane, self.watch, mesh.shard_ranks, is_own=is_own)
+            self.watch.is_foreign = self.gather_log.meeting.is_foreign
+
     @staticmethod
     def _after_pass_of(me: weakref.ref[Team]) -> Any:
         def after_pass() -> None:
@@ -92,6 +103,7 @@ class Team:
             if root is not None and root.is_recorded:
                 root.free_after_backward()
             if team is not None and team.step.syncs:
+                team.gather_log.end_window()
                 for unit in team.units:
                     unit.end_step()
                 if root is not None and team._lingering:
@@ -246,6 +258,8 @@ class Team:
             )
         if self.step.closing.union.control is not None:
             self.step.closing.union.control.connect(self.watch)
+        if self.gather_log.meeting is not None:
+            self.gather_log.meeting.control.connect(self.watch)
 
 
 def _listed(names: Sequence[str]) -> str:
