@@ -70,6 +70,12 @@ def make_known(unit: Unit) -> None:
         _stores[store.anchor.data_ptr()] = (weakref.ref(unit), weakref.ref(store))
 
 
+def known_units() -> list[Unit]:
+    """All units that graphs may gather."""
+    units = [reference() for reference, _ in _stores.values()]
+    return list(dict.fromkeys(unit for unit in units if unit is not None))
+
+
 def _find(anchor: Tensor) -> tuple[Unit, FlatStore]:
     found = _stores.get(anchor.data_ptr())
     unit, store = (None, None) if found is None else (found[0](), found[1]())

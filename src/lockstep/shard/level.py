@@ -97,9 +97,9 @@ class GatherLog:
         self._num_started = self._num_level = most
         for unit in self._units:
             unit.reshard()  # waits for what is under way
-            for store in unit.stores:  # and of a unit of which only some were started
-                store.finish(unit.links.gather, unit.moment)
-                store.free()
+            for own in unit.stores:  # and of a unit of which only some were started
+                own.finish(unit.links.gather, unit.moment)
+                own.free()
         for unit, flight in flights:
             flight.land(unit.links.gather.watch, unit.moment)
 
