@@ -9,7 +9,7 @@ import torch
 import torch._dynamo
 import torch._dynamo.compiled_autograd
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
@@ -296,3 +296,32 @@ def run_compiled_autograd(how: str) -> None:
 def test_compiled_autograd_is_refused(how: str) -> None:
     for error in expect_errors(2, [0, 1], run_compiled_autograd, how).values():
         assert "Compiled autograd runs this backward" in error.text
+
+
+class Reading(nn.Module):
+    """Reads a weight of an inner unit, outside of that unit's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.layers[1].weight.dtype is x.dtype  # what there is to know of it may be asked
+        return self.layers[0](x) @ self.layers[1].weight.T
+
+
+def read_while_sharded(how: str) -> str:
+    module = shard_by_blocks(Reading())
+    torch._dynamo.reset()
+    called: Any = module if how == "eager" else torch.compile(module, backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as caught:
+        called(torch.ones(2, 6))
+    return "\n".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("how", MODES)
+def test_a_parameter_that_is_read_while_it_is_sharded(how: str) -> None:
+    for said in run_ranks(2, read_while_sharded, how):
+        assert "layers.1.weight" in said
+        assert "unshard()" in said
+        assert how == "eager" or "layers.0.weight" not in said

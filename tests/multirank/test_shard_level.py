@@ -10,6 +10,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 
 import lockstep
@@ -60,6 +61,18 @@ def _fail(module: Fragile, number: int) -> None:
         raise KeyError("bad input")
 
 
+def two_collectives(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    """Half of the buffer, and when that is there, the other half."""
+    flat = bucket.buffer().div_(dist.get_world_size())
+    first, second = flat.tensor_split(2)
+
+    def go_on(_: Any) -> Any:
+        dist.all_reduce(second)
+        return flat
+
+    return dist.all_reduce(first, async_op=True).get_future().then(go_on)  # type: ignore[union-attr]
+
+
 class Run:
     def __init__(self, how: str, **options: Any) -> None:
         torch.manual_seed(0)
@@ -86,12 +99,14 @@ class Run:
         assert_close(whole_gradients(self.module), gradients(self.reference), f"step {step}")
 
 
-def fail_on_one(how: str, replicas: int = 1) -> None:
-    options: dict[str, Any] = {}
+def fail_on_one(how: str, replicas: int = 1, keepers: int = 0, hook: str = "") -> None:
+    options: dict[str, Any] = {"reshard_after_forward": keepers} if keepers else {}
     if replicas > 1:
         shape = (replicas, dist.get_world_size() // replicas)
         options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     run = Run(how, **options)
+    if hook:
+        run.module.register_comm_hook(None, allreduce_hook if hook == "one collective" else two_collectives)
     run.compare(0)
     run.compare(1)
     for step, place in enumerate((0, 2, "backward"), 2):
@@ -115,6 +130,79 @@ def test_an_error_on_one_rank(how: str) -> None:
 
 def test_an_error_on_one_rank_of_replicas() -> None:
     run_ranks(2, fail_on_one, "eager", 2, limit_s=180)
+
+
+def test_an_error_on_one_rank_where_some_ranks_keep_the_whole() -> None:
+    run_ranks(4, fail_on_one, "eager", 1, 2, limit_s=240)
+
+
+@pytest.mark.parametrize("hook", ["one collective", "two"])
+def test_an_error_on_one_rank_with_a_hook(hook: str) -> None:
+    run_ranks(2, fail_on_one, "eager", 1, 0, hook, limit_s=180)
+
+
+class Uneven(nn.Module):
+    """Units of different sizes: a gather that is paired with another one's ends the process in gloo."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 64), nn.Linear(64, 4), nn.Linear(4, 32)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def one_more(how: str, what: str, replicas: int) -> str:
+    torch.manual_seed(0)
+    module = Uneven().double()
+    reference = copy.deepcopy(module)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    shape = (replicas, world // replicas)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) if replicas > 1 else None
+    shard_by_blocks(module, mesh=mesh)
+    called: Any = torch.compile(module, backend="aot_eager") if how == "compiled" else module
+    x = Run.batch(0, 0)
+    for number in range(3):
+        called(x).sum().backward()
+        module.zero_grad()
+        for _ in range(number):  # an evaluation of all ranks is nobody's fault
+            with torch.inference_mode():
+                module(x)
+
+    def do_more() -> None:
+        if rank == 1 and what == "unshard":
+            module.layers[2].unshard()  # type: ignore[operator]
+        elif rank == 1:
+            with torch.set_grad_enabled(what == "forward"):
+                called(x)
+        called(x).sum().backward()
+
+    with pytest.raises(lockstep.errors.Disagreement) as caught:
+        do_more()
+    module.reset_sync_window()
+    module.zero_grad()
+    called(x).sum().backward()
+    reference(x).sum().backward()
+    assert_close(whole_gradients(module), gradients(reference), "after one more")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "what", "replicas"),
+    [
+        ("eager", "forward", 1),
+        ("eager", "evaluation", 1),
+        ("eager", "evaluation", 2),
+        ("eager", "unshard", 1),
+        ("compiled", "evaluation", 1),
+    ],
+)
+def test_one_more_on_one_rank(how: str, what: str, replicas: int) -> None:
+    for said in run_ranks(2 * replicas, one_more, how, what, replicas, limit_s=180):
+        assert "rank 1" in said
+        assert "gathers of sharded units so far" in said
 
 
 def break_all(syncs: bool) -> str:

@@ -302,3 +302,18 @@ def test_guard_on_groups() -> None:
     for group in (torch.distributed.group.WORLD, other, torch.distributed.group.WORLD):
         assert compiled(torch.ones(1), group).item() == 1
     assert len(num_graphs) == 2
+
+
+def test_when_compiling_fails() -> None:
+    def look(_: Any) -> None:
+        private.when_compiling_fails(lambda error: error.add_note("told"))
+
+    def broken(x: Any, y: Any) -> Any:
+        private.on_graph_so_far(look)
+        private.on_graph_so_far(look)
+        return x @ y
+
+    with pytest.raises(RuntimeError) as caught:
+        torch.compile(broken, backend="eager", fullgraph=True)(torch.ones(2, 3), torch.ones(2, 3))
+    assert caught.value.__notes__.count("told") == 1
+    torch.compile(broken, backend="eager", fullgraph=True)(torch.ones(2, 3), torch.ones(3, 2))

@@ -17,6 +17,8 @@ from lockstep.errors import Disagreement, rank_table
 
 _DIGEST_BYTES = 7  # fits a signed 64-bit number
 _NO_STAMP = "null"  # what a rank without data posts
+GATHER = "a gather of a sharded unit"  # a kind of stamp that is compared amid a window
+_OF_GATHERS = ("wrapper", "window", "kind", "resets", "gathers")
 
 
 @dataclass(frozen=True)
@@ -113,12 +115,15 @@ def describe_difference(stamps: Mapping[int, Mapping[str, object]]) -> Disagreem
     window = next(iter(stamps.values())).get("window")
     sections: list[str] = []
     first: dict[int, str] = {}
+    is_amid = any(stamp.get("kind") == GATHER for stamp in stamps.values())
     for field, (title, cause) in _WORDS.items():
+        if is_amid and field not in _OF_GATHERS:
+            continue  # a stamp in the middle of a window does not say
         values = {rank: _shown(stamp.get(field)) for rank, stamp in stamps.items()}
         if len(set(values.values())) > 1:
             first = first or values
             sections.append(f"{title}:\n{rank_table(values)}\n  likely cause: {cause}")
-    weights_differ = len({stamp.get("updates") for stamp in stamps.values()}) > 1
+    weights_differ = not is_amid and len({stamp.get("updates") for stamp in stamps.values()}) > 1
     going_on = "call reset_sync_window() and zero_grad() on all ranks and repeat the step"
     if weights_differ:
         going_on = (

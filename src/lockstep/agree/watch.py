@@ -70,6 +70,8 @@ class Watch:
         # What this rank is doing, in words for others; set by the step that this watch waits for.
         self.progress: Callable[[], str] | None = None
         self.is_in_window: Callable[[], bool] | None = None
+        # Whether a meeting is only for others of these ranks.
+        self.is_foreign: Callable[[str], bool] | None = None
         if board is not None:
             me = weakref.ref(self)
             board.on_slice = lambda: None if (watch := me()) is None else watch.require_peers()
@@ -211,7 +213,7 @@ class Watch:
         for rank, member in self.peers():
             beat = self.pulse.last_seen(member)
             key, subject = beat.meets.get(self.name, ("", "")) if beat is not None else ("", "")
-            if not key or key in self._met:
+            if not key or key in self._met or (self.is_foreign is not None and self.is_foreign(key)):
                 missed.pop(rank, None)
                 continue
             missed[rank] = missed.get(rank, 0) + 1

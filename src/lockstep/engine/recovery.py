@@ -42,7 +42,7 @@ def reset_together(step: SyncStep, mended: str = "") -> None:
         mine = json.dumps([sent, step.num_updates, mended])
         told = watch.meet(key, "reset_sync_window()", mine, MEETING_SECONDS, patience_seconds=_PATIENCE_SECONDS)
         facts = {rank: _read_fact(rank, text) for rank, text in told.items()}
-        if reducer.exchange.is_linear:
+        with step.telling_peers():  # a communication hook may raise
             _catch_up(step, sent, max(fact[0] for fact in facts.values()))
         control = step.closing.union.control
         if control is not None:

@@ -70,6 +70,12 @@ def make_known(unit: Unit) -> None:
         _stores[store.anchor.data_ptr()] = (weakref.ref(unit), weakref.ref(store))
 
 
+def known_units() -> list[Unit]:
+    """All units that graphs may gather."""
+    units = [reference() for reference, _ in _stores.values()]
+    return list(dict.fromkeys(unit for unit in units if unit is not None))
+
+
 def _find(anchor: Tensor) -> tuple[Unit, FlatStore]:
     found = _stores.get(anchor.data_ptr())
     unit, store = (None, None) if found is None else (found[0](), found[1]())
@@ -102,9 +108,9 @@ def start_gathering(store: FlatStore) -> Started:
     unit, _ = _find(store.anchor)
     mine = store.shard().to(device=store.device, dtype=store.dtype, non_blocking=True)
     buffer = mine.new_empty(store.layout.num_elements)
-    flight = start_gather(unit.links.gather, unit.gather_comm, buffer, mine, f"gather of {unit.name}")
     if unit.gather_log is not None:
-        unit.gather_log.note(unit, unit.stores.index(store))
+        unit.gather_log.start(unit, unit.stores.index(store))
+    flight = start_gather(unit.links.gather, unit.gather_comm, buffer, mine, f"gather of {unit.name}")
     return Started(buffer, flight, unit.versions_of(store), unit.links.gather.watch, unit.moment)
 
 
@@ -244,7 +250,7 @@ def _deliver(root: Root, unit: Unit, store: FlatStore, gradients: Sequence[Tenso
     step = team.step
     with step.lane.lock:
         root.note_backward()
-        slots, coming = _of_slots(team, store, gradients)
+        slots, coming, all_slots = _of_slots(team, store, gradients)
         if not slots:
             return
         if not step.is_in_pass:
@@ -262,20 +268,27 @@ def _deliver(root: Root, unit: Unit, store: FlatStore, gradients: Sequence[Tenso
         try:
             if bucket.num_due == 0:
                 for _ in range(num_due):
-                    step.intake.expect_delivery(bucket, slots)
+                    # All of its parameters: see calls.py, [Note: a unit leaves with its backward].
+                    step.intake.expect_delivery(bucket, all_slots)
             step.intake.take_delivery(bucket, slots, coming)
         except Exception as error:
             step.tell_peers(error)
             raise
 
 
-def _of_slots(team: Team, store: FlatStore, gradients: Sequence[Tensor | None]) -> tuple[list[Slot], list[Tensor]]:
-    """The gradients that there are, and whose they are."""
+def _of_slots(
+    team: Team, store: FlatStore, gradients: Sequence[Tensor | None]
+) -> tuple[list[Slot], list[Tensor], list[Slot]]:
+    """Whose gradients there are, the gradients, and all that train."""
     slots: list[Slot] = []
     coming: list[Tensor] = []
+    all_slots: list[Slot] = []
     for parameter, gradient in zip(store.parameters, gradients, strict=True):
         slot = team.slots.get(parameter.name)
-        if gradient is not None and slot is not None and parameter.sharded.requires_grad:
+        if slot is None:
+            continue
+        all_slots.append(slot)
+        if gradient is not None and parameter.sharded.requires_grad:
             slots.append(slot)
             coming.append(gradient)
-    return slots, coming
+    return slots, coming, all_slots

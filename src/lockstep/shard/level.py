@@ -16,30 +16,46 @@ from typing import TYPE_CHECKING, Any
 from lockstep.agree.watch import Watch
 from lockstep.engine.casts import MEETING_SECONDS
 from lockstep.errors import Disagreement, rank_table
+from lockstep.shard.foresight import Foresight, Meeting
 
 if TYPE_CHECKING:
     from lockstep.shard.unit import Unit
 
 # More than two ranks can be apart, which wait for each other at the end of every step: every unit twice, and some.
 _SPARE = 64
+_ALL_STORES = 64  # more than a unit has, each gathered in two ways
+
+Entry = tuple[int, int, bool]  # number of the unit, of its store, and whether it is gathered from those who kept a part
 
 
 class GatherLog:
     """The gathers of one team that this rank has started."""
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[Unit], place: str) -> None:
         self._units = list(units)
+        self._place = place  # names the ranks that gather together: replicas of them gather for themselves
         self._numbers = {unit: number for number, unit in enumerate(units)}
         self._num_started = self._num_level = 0
         self._digest = 0
-        self._last: deque[tuple[int, int]] = deque(maxlen=4 * sum(len(unit.stores) for unit in units) + _SPARE)
+        self._last: deque[Entry] = deque(maxlen=4 * sum(len(unit.stores) for unit in units) + _SPARE)
+        self._foresight = Foresight()
+        self.meeting: Meeting | None = None  # None where nobody gathers with this rank
 
-    def note(self, unit: Unit, store: int) -> None:
-        """A gather of one of a unit's stores starts."""
+    def start(self, unit: Unit, store: int, *, among_keepers: bool = False) -> None:
+        """A gather of one of a unit's stores is about to start; raise on all ranks if theirs is another one."""
         number = self._numbers[unit]
+        gather = _ALL_STORES * number + 2 * store + among_keepers + 1
+        if self.meeting is not None:
+            if self._foresight.expected() != gather:
+                self.meeting.compare(self._num_started, unit.name, self.said() or "none", unit.moment)
+            self._foresight.note(gather)
         self._num_started += 1
-        self._digest = (1000003 * self._digest + 64 * number + store + 1) & 0xFFFFFFFF
-        self._last.append((number, store))
+        self._digest = (1000003 * self._digest + gather) & 0xFFFFFFFF
+        self._last.append((number, store, among_keepers))
+
+    def end_window(self) -> None:
+        """Gradients were reduced."""
+        self._foresight.end_window()
 
     def said(self) -> str:
         """What ranks compare in every window: how many there were since they were level, and of what."""
@@ -52,33 +68,53 @@ class GatherLog:
         """Start what others have started and this rank has not; all ranks come here."""
         if watch.board is None or watch.world == 1:
             return
-        mine = json.dumps([self._num_started, list(self._last)])
+        mine = json.dumps([self._place, self._num_started, list(self._last)])
         told = watch.gather(f"gathers, {key}", mine, MEETING_SECONDS)
         everyones = {rank: _read(rank, text) for rank, text in told.items()}
-        most, last = max(everyones.values(), key=lambda said: said[0])
-        if most - min(number for number, _ in everyones.values()) > len(last):
-            counts = watch.by_global({rank: str(number) for rank, (number, _) in everyones.items()})
-            raise Disagreement(
-                "Ranks have started too different numbers of gathers to catch up with each other:\n"
-                f"{rank_table(counts)}\nFix: start the ranks again from a checkpoint.",
-                counts,
-            )
+        for place in sorted({place for place, _, _ in everyones.values()}):
+            rows = {rank: (number, last) for rank, (where, number, last) in everyones.items() if where == place}
+            most, last = max(rows.values(), key=lambda row: row[0])
+            if most - min(number for number, _ in rows.values()) > len(last):
+                counts = watch.by_global({rank: str(number) for rank, (number, _) in rows.items()})
+                raise Disagreement(
+                    "Ranks have started too different numbers of gathers to catch up with each other:\n"
+                    f"{rank_table(counts)}\nFix: start the ranks again from a checkpoint.",
+                    counts,
+                )
+            if place == self._place:
+                self._catch_up(most, last, key)
+        self._digest = 0
+        self._last.clear()
+        self._foresight.forget()
+        if self.meeting is not None:
+            self.meeting.renew()
+
+    def _catch_up(self, most: int, last: Sequence[Entry], key: str) -> None:
         num_missed = most - self._num_started
         flights = []
-        for number, store in last[len(last) - num_missed :]:
-            unit = self._units[number]
-            self.note(unit, store)
-            flights.append((unit, unit.stores[store].take_part(unit.links.gather, unit.gather_comm, key)))
-        self._num_level, self._digest = self._num_started, 0
+        for number, store, among_keepers in last[len(last) - num_missed :] if num_missed else ():
+            flights.append((self._units[number], _take_part(self._units[number], store, among_keepers, key)))
+        self._num_started = self._num_level = most
         for unit in self._units:
             unit.reshard()  # waits for what is under way
+            for own in unit.stores:  # and of a unit of which only some were started
+                own.finish(unit.links.gather, unit.moment)
+                own.free()
         for unit, flight in flights:
-            flight.land(watch, unit.moment)
+            flight.land(unit.links.gather.watch, unit.moment)
 
 
-def _read(rank: int, text: str) -> tuple[int, list[Any]]:
+def _take_part(unit: Unit, number: int, among_keepers: bool, name: str) -> Any:
+    """Start a gather whose result nobody wants here."""
+    store = unit.stores[number]
+    if among_keepers:
+        return store.take_part_among_keepers(unit.links.keepers(unit.num_keepers), name)
+    return store.take_part(unit.links.gather, unit.gather_comm, name)
+
+
+def _read(rank: int, text: str) -> tuple[str, int, list[Entry]]:
     try:
-        number, last = json.loads(text)
-        return int(number), [(int(unit), int(store)) for unit, store in last]
+        place, number, last = json.loads(text)
+        return str(place), int(number), [(int(unit), int(store), bool(kept)) for unit, store, kept in last]
     except (ValueError, TypeError):
         raise Disagreement(f"What rank {rank} has told of its gathers cannot be read: {text[:200]!r}.") from None

@@ -75,6 +75,11 @@ class ShardMesh:
         return tuple(self.mesh.mesh.flatten().tolist())
 
     @property
+    def shard_ranks(self) -> str:
+        """Names the ranks that have one shard each, by their numbers in the world."""
+        return " ".join(map(str, dist.get_process_group_ranks(self.shard_group)))
+
+    @property
     def device(self) -> torch.device:
         kind = self.mesh.device_type
         return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
@@ -130,6 +135,7 @@ def _names(names: Any) -> tuple[str, ...]:
 # Made once for each set of ranks; they go with the group that they stand beside.
 _scatter_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _gather_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_keeper_groups: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
 _whole_groups: dict[tuple[int, ...], Any] = {}
 
 
@@ -180,11 +186,14 @@ class Links:
     def keepers(self, num: int) -> Transport:
         """The way between ``num`` neighbours; made at a place that they all pass."""
         if self._keepers is None:
-            ranks = dist.get_process_group_ranks(self.mesh.shard_group)
-            first = self.mesh.rank // num * num
-            name = f"neighbours in {self.mesh.shard_group.group_name}"
-            group = torch_private.new_group_of(ranks[first : first + num], name)
-            self._keepers = Transport(group, self._watch)
+            shard_group = self.mesh.shard_group
+            known = _keeper_groups.setdefault(shard_group, {})
+            if num not in known:
+                ranks = dist.get_process_group_ranks(shard_group)
+                first = self.mesh.rank // num * num
+                name = f"neighbours in {shard_group.group_name}"
+                known[num] = torch_private.new_group_of(ranks[first : first + num], name)
+            self._keepers = Transport(known[num], self._watch)
         return self._keepers
 
     def gather_apart(self) -> None:

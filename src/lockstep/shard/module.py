@@ -25,6 +25,7 @@ from lockstep.shard.explain import ShardExplanation, explain_root
 from lockstep.shard.graph_ops import make_known
 from lockstep.shard.layout import ShardPlan
 from lockstep.shard.moments import after_forward, before_forward
+from lockstep.shard.reads import note_read
 from lockstep.shard.root import Root, plan_of, root_of, units_in
 from lockstep.shard.traced import Paths, traced_call
 from lockstep.shard.uneven import Batch, join
@@ -326,23 +327,12 @@ def _failure_noted(unit: Unit) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if "mixed torch.Tensor and DTensor" in str(error) and unit.parent is None:
-            error.add_note(_read_while_sharded(unit))
         if unit.parent is None:
+            note_read(error, [] if unit.root is None else unit.root.units)
             notice(error)
         if unit.root is not None and unit.root.running is not None and not torch_private.in_backward():
             unit.root.fail_forward()
         raise
-
-
-def _read_while_sharded(unit: Unit) -> str:
-    units = [] if unit.root is None else unit.root.units
-    names = [p.name for inner in units if not inner.is_full for p in inner.parameters]
-    return (
-        "lockstep: a parameter was read while it is sharded, outside of the forward of the module that has it. These "
-        f"are sharded now: {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}. Call the module that has it, "
-        "or unshard() it before."
-    )
 
 
 class _Handle(UnshardHandle):

@@ -139,9 +139,12 @@ def _before_backward(unit: Unit) -> None:
 
 
 @torch_private.leave_to_python
-def _after_backward(unit: Unit) -> None:
+def _after_backward(unit: Unit, node: Any) -> None:
     unit.phase = Phase.IDLE
-    if unit.reshard_after_backward and not root_of(unit).is_recorded:
+    root = root_of(unit)
+    if unit.calls.end(node) and unit.parameters:
+        root.team_of(unit).end_unit(unit)
+    if unit.reshard_after_backward and not root.is_recorded:
         unit.reshard()
 
 
@@ -151,12 +154,13 @@ class _After(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, unit: Unit, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.unit = unit
+        unit.calls.note(ctx)
         ctx.set_materialize_grads(False)
         return tensors
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        _after_backward(ctx.unit)
+        _after_backward(ctx.unit, ctx)
         return (None, *gradients)
 
 
@@ -165,6 +169,7 @@ def _watch_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return args, kwargs
     watched = [t for t in find_tensors((args, kwargs)) if t.requires_grad]
     if not watched:
+        unit.calls.note_unwatched()
         return args, kwargs
     outputs = iter(_After.apply(unit, *watched))
     by_id: dict[int, Tensor] = {id(t): o for t, o in zip(watched, outputs, strict=True)}

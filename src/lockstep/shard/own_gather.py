@@ -200,9 +200,14 @@ class OwnStore:
     def forget_part(self) -> None:
         """Nothing, as above."""
 
-    def start_among_keepers(self, transport: Transport, name: str) -> bool:
-        """As above."""
-        return False
+    has_part = False
+
+    def start_among_keepers(self, transport: Transport, name: str) -> None:
+        """Nothing, as above."""
+
+    def take_part_among_keepers(self, transport: Transport, name: str) -> Flight:
+        """As above: never asked for."""
+        raise AssertionError("no part is kept of parameters with their own all-gather")
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

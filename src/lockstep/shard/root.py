@@ -236,6 +236,7 @@ class Root:
             unit.phase = Phase.IDLE
             unit.order_positions.clear()
             unit.modules_to_run.clear()
+            unit.calls.forget()
             for store in unit.stores:
                 store.forget_part()
                 store.deliveries.end()

@@ -189,13 +189,21 @@ class FlatStore:
     def forget_part(self) -> None:
         self._kept = None
 
-    def start_among_keepers(self, transport: Transport, name: str) -> bool:
-        """Start gathering the parts that were kept after the forward; returns whether there are any."""
-        if self._kept is None:
-            return False
+    @property
+    def has_part(self) -> bool:
+        """Whether a part was kept after the forward."""
+        return self._kept is not None
+
+    def start_among_keepers(self, transport: Transport, name: str) -> None:
+        """Start gathering the parts that were kept."""
+        assert self._kept is not None
         self._flight = transport.start_all_gather(self._fill_memory(), self._kept, name)
         self._kept = None
-        return True
+
+    def take_part_among_keepers(self, transport: Transport, name: str) -> Flight:
+        """As ``take_part``, for the parts that were kept."""
+        whole = torch.zeros(self._full_elements, dtype=self.dtype, device=self.device)
+        return transport.start_all_gather(whole, whole[: self._full_elements // self._num_keepers].clone(), name)
 
     def start(self, transport: Transport, comm: Any, name: str) -> None:
         """Start gathering."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import errors, torch_private
 from lockstep.agree.board import Board, open_board
-from lockstep.agree.control import control_of
+from lockstep.agree.control import ControlPlane, control_of
 from lockstep.agree.watch import Watch
 from lockstep.engine import step_guard
 from lockstep.engine.bucket import Slot
@@ -17,15 +17,17 @@ from lockstep.engine.casts import MEETING_SECONDS
 from lockstep.engine.feeders.hooks import HookFeeder
 from lockstep.engine.lane import lane_of
 from lockstep.engine.reducer import Reducer
+from lockstep.engine.states import Kind, State
 from lockstep.engine.step import SyncStep
 from lockstep.engine.union import Union
 from lockstep.plan import Bucket, BucketCaps, ParameterSpec, Plan
 from lockstep.settings import agreement_timeout
 from lockstep.shard.exchange import HookExchange, Load, ScatterExchange
+from lockstep.shard.foresight import Meeting
 from lockstep.shard.layout import ShardPlan, flat_layouts
 from lockstep.shard.level import GatherLog
 from lockstep.shard.memory import ShardMemory
-from lockstep.shard.mesh import Links, whole_group
+from lockstep.shard.mesh import Links, ShardMesh, whole_group
 from lockstep.shard.parameter import ShardedParameter
 from lockstep.shard.unit import Unit
 from lockstep.shard.updates import Tally
@@ -48,8 +50,10 @@ class Team:
         self.watch = Watch(self.board, group.rank(), group_seconds=group_seconds)
         for unit in units:
             unit.links = Links(unit.mesh, self.watch)
+            if unit.num_keepers:
+                unit.links.keepers(unit.num_keepers)  # made here, which all ranks pass
         self.memory = ShardMemory(root.attendance)
-        self.gather_log = GatherLog(units)
+        self.gather_log = GatherLog(units, mesh.shard_ranks)
         self._lingering: set[ShardedParameter] = set()  # frozen, and with gradients that have not been reduced yet
         plan, slots, loads = self._plan()
         self.slots = {slot.name: slot for slot in slots}
@@ -71,6 +75,7 @@ class Team:
         self.step.after_pass = self._after_pass_of(me)
         if mesh.num_replicas == 1:  # each replica gathers for itself
             self.step.gathers = self.gather_log.said
+        self._let_gathers_meet(mesh, control)
         self._tally = Tally(self.step)
         self._tally.mark(self._leaves)
         for unit in units:
@@ -80,7 +85,15 @@ class Team:
         self._is_agreed = False
         self._num_agreements = 0
         self.had_unused = False
+        self._other_task: int | None = None  # the last backward that ended in no .grad
         step_guard.watch(self.step)
+
+    def _let_gathers_meet(self, mesh: ShardMesh, control: ControlPlane | None) -> None:
+        is_own = mesh.num_replicas > 1
+        plane = control_of(mesh.shard_group) if is_own else control
+        if mesh.world > 1 and plane is not None:
+            self.gather_log.meeting = Meeting(self.step, plane, self.watch, mesh.shard_ranks, is_own=is_own)
+            self.watch.is_foreign = self.gather_log.meeting.is_foreign
 
     @staticmethod
     def _after_pass_of(me: weakref.ref[Team]) -> Any:
@@ -90,6 +103,7 @@ class Team:
             if root is not None and root.is_recorded:
                 root.free_after_backward()
             if team is not None and team.step.syncs:
+                team.gather_log.end_window()
                 for unit in team.units:
                     unit.end_step()
                 if root is not None and team._lingering:
@@ -192,6 +206,31 @@ class Team:
                 )
         self._is_agreed = True
 
+    def end_unit(self, unit: Unit) -> None:
+        """The backward of a unit is over: it leaves (calls.py, [Note: a unit leaves with its backward])."""
+        step = self.step
+        if isinstance(self.exchange, HookExchange) or step.closing.is_compared:
+            return  # nobody waits in there
+        with step.lane.lock:
+            if not step.is_in_pass:
+                task = torch_private.graph_task_id()
+                if task == self._other_task:
+                    return
+                if not step.takes_part():
+                    self._other_task = task  # torch.autograd.grad
+                    return
+                step.lane.begin(step)
+            step.intake.flush_deferred()
+            if not step.syncs or step.state is not State.OPEN or step.kind is not Kind.FULL:
+                return
+            with step.telling_peers():
+                for bucket, load in zip(step.reducer.buckets, self.memory.loads, strict=True):
+                    if load.unit is unit and bucket.num_pending and not bucket.num_due and not bucket.has_left:
+                        for slot in bucket.slots:
+                            if not slot.ready:
+                                step.note_ready(slot, found_unused=not slot.dirty)
+                step.send_complete()
+
     def set_comm_hook(self, state: Any, hook: Any, name: str) -> None:
         reducer = self.step.reducer
         if isinstance(self.exchange, HookExchange):
@@ -219,6 +258,8 @@ class Team:
             )
         if self.step.closing.union.control is not None:
             self.step.closing.union.control.connect(self.watch)
+        if self.gather_log.meeting is not None:
+            self.gather_log.meeting.control.connect(self.watch)
 
 
 def _listed(names: Sequence[str]) -> str:

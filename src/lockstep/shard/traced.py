@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lockstep import torch_private
-from lockstep.shard.graph_ops import views_of
+from lockstep.shard.graph_ops import known_units, views_of
 from lockstep.shard.nest import cast_floats
+from lockstep.shard.reads import note_reads_in_trace
 
 Paths = tuple[tuple[tuple[str, ...], tuple[tuple[str, int, int], ...]], ...]
 Place = tuple[nn.Module, Any]  # who had which parameters
@@ -31,6 +32,7 @@ def traced_call(module: Any, call: Callable[..., Any], args: tuple[Any, ...], kw
     policy = unit.policy
     if policy.param_dtype is not None and policy.cast_forward_inputs:
         args, kwargs = cast_floats(policy.param_dtype, args), cast_floats(policy.param_dtype, kwargs)
+    torch_private.on_graph_so_far(_watch_for_reads)
     gathered = [_gather_store(store, unit.gathers_again) for store in unit.stores]
     places = torch_private.with_effects_in_trace(_put, module, unit, gathered)
     try:
@@ -96,6 +98,10 @@ def _at(module: nn.Module, path: tuple[str, ...]) -> nn.Module:
 
 
 # ---------------------------------------------------------------- while it is traced
+
+
+def _watch_for_reads(context: Any) -> None:
+    note_reads_in_trace(known_units)
 
 
 def _mark_last_gather(context: Any) -> None:

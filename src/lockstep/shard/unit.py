@@ -19,6 +19,7 @@ from torch import nn
 
 from lockstep import torch_private
 from lockstep.observe.timeline import now
+from lockstep.shard.calls import Calls
 from lockstep.shard.mesh import Links, ShardMesh
 from lockstep.shard.own_gather import OwnStore
 from lockstep.shard.parameter import ShardedParameter
@@ -117,6 +118,7 @@ class Unit:
         self.backward_prefetch: list[Unit] | None = None
         self.order_positions: list[int] = []  # in the order of this step's forwards
         self.modules_to_run: set[nn.Module] = set()  # of a unit of several, in this forward
+        self.calls = Calls()  # whose backward is still to come
         self._versions: list[list[int]] = []  # of the shards that were gathered
         self.gathers = Gathers()
         self.last_gathers = Gathers()  # of the last step, for explain.py
@@ -238,22 +240,26 @@ class Unit:
         self._versions = [self.versions_of(store) for store in self.stores]
         with torch_private.RecordFunction(f"lockstep::gather {self.name}"):
             for number, store in enumerate(self.stores):
-                if self._start_among_keepers(store):
+                if self._start_among_keepers(store, number):
                     continue
                 comm = self.gather_comm or (GroupMemory() if self.uses_group_memory else None)
-                store.start(self.links.gather, comm, f"gather of {self.name} ({number})")
                 if self.gather_log is not None:
-                    self.gather_log.note(self, number)
+                    self.gather_log.start(self, number)
+                store.start(self.links.gather, comm, f"gather of {self.name} ({number})")
         self.residence = Residence.GATHERING
         self._note("gather", start)
 
-    def _start_among_keepers(self, store: FlatStore | OwnStore) -> bool:
+    def _start_among_keepers(self, store: FlatStore | OwnStore, number: int) -> bool:
         if not self.num_keepers:
             return False
         if not torch_private.in_backward():
             store.forget_part()
+        if not store.has_part:
             return False
-        return store.start_among_keepers(self.links.keepers(self.num_keepers), f"gather of {self.name}")
+        if self.gather_log is not None:
+            self.gather_log.start(self, number, among_keepers=True)
+        store.start_among_keepers(self.links.keepers(self.num_keepers), f"gather of {self.name}")
+        return True
 
     def free_after_forward(self) -> None:
         """As ``reshard``; but where fewer ranks are to have the whole between them, this one keeps its part."""

@@ -118,6 +118,7 @@ _NAMES_BY_PART = {
         "recompile_reason",
         "split_reason",
         "stand_in_for_ddp_optimizer",
+        "when_compiling_fails",
         "with_effects_in_trace",
         "without_compiler",
     ),

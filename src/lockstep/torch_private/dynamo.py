@@ -27,6 +27,7 @@ __all__ = [
     "recompile_reason",
     "split_reason",
     "stand_in_for_ddp_optimizer",
+    "when_compiling_fails",
     "with_effects_in_trace",
     "without_compiler",
 ]
@@ -253,6 +254,28 @@ def on_graph_so_far(change: Callable[[Any], None]) -> None:
     from torch._dynamo.comptime import comptime
 
     comptime(change)
+
+
+def when_compiling_fails(tell: Callable[[BaseException], None]) -> None:
+    """While dynamo compiles a frame: call ``tell`` with the error if that ends in one, which a note can be added to.
+
+    What a program calls is compiled before it runs, so it has no frame around the error; dynamo's own end has.
+    """
+    handler = torch._dynamo.callback.callback_handler
+
+    def ended(_: Any) -> None:
+        handler.end_callbacks[:] = [callback for callback in handler.end_callbacks if callback is not ended]
+        _watched.clear()
+        error = sys.exc_info()[1]
+        if error is not None:
+            tell(error)
+
+    if not _watched or _watched[0] not in handler.end_callbacks:
+        _watched[:] = [ended]
+        handler.register_end_callback(ended)
+
+
+_watched: list[Callable[[Any], None]] = []  # what stands among dynamo's callbacks for the compilation that is running
 
 
 def with_effects_in_trace(function: Callable[..., Any], *args: Any) -> Any:

@@ -1,0 +1,42 @@
+"""The calls of a unit whose backward is still to come, by which the end of the unit's backward is known.
+
+[Note: a unit leaves with its backward]  A scatter waits for the one before it (exchange.py, [Note: input buffers]).  A
+rank that holds a unit's gradients back, for a parameter that it has not used, would have others wait in there, which
+have gathers still to start that this rank needs.  So every rank sends a unit when the unit's backward is over, with
+what there is; a gradient that comes after all (a use of the parameter elsewhere) is a remainder of the window.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from lockstep import torch_private
+
+
+class Calls:
+    """Autograd's nodes on the inputs of a unit, one for each call."""
+
+    def __init__(self) -> None:
+        self._nodes: list[weakref.ref[Any]] = []
+        self._has_unwatched = False
+
+    def note(self, node: Any) -> None:
+        """A call of which autograd will tell the end."""
+        self._nodes = [reference for reference in self._nodes if reference() is not None]
+        self._nodes.append(weakref.ref(node))
+
+    def note_unwatched(self) -> None:
+        """A call of which it will not, since no input needs a gradient."""
+        self._has_unwatched = True
+
+    def end(self, node: Any) -> bool:
+        """The backward of one call is over; returns whether the one that is running comes to no other."""
+        self._nodes = [reference for reference in self._nodes if reference() not in (None, node)]
+        if self._has_unwatched:
+            return False
+        return not any(torch_private.engine_will_run(reference()) for reference in self._nodes)
+
+    def forget(self) -> None:
+        """The pass is over."""
+        self._has_unwatched = False

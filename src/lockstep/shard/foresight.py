@@ -1,0 +1,117 @@
+"""Which gather comes next, and what ranks do when it is another one: they compare before it starts, not after.
+
+A gather that is paired with one of other parameters ends the process where sizes differ (gloo), or mixes weights up
+where they do not.  Comparing before every gather would cost a round trip each.  But gathers repeat from step to step:
+each rank foresees the next one by what came before, and ranks that have done the same so far foresee the same.  So a
+rank whose next gather is the foreseen one starts it and tells nobody.  One whose gather is not foreseen (the first
+step, an evaluation that begins or ends) meets the others first.  If they have come to the same one, all go on.  If not,
+they wait in the gather that was foreseen, see that they are missed in the meeting, and all have one error.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lockstep.agree.control import ControlPlane
+from lockstep.agree.stamp import GATHER, Stamp, disagreement
+from lockstep.agree.watch import Watch
+from lockstep.engine.step import SyncStep
+
+_CONTEXT = 4  # gathers by which the next is foreseen, where the window so far is a new one
+_MOST_KNOWN = 20_000
+_STAMP_SECONDS = 60.0
+
+
+class Foresight:
+    """Foresees gathers; a function of those that were noted, and of nothing else."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Ranks begin anew."""
+        self._known: dict[Any, int] = {}  # what came after
+        self._last: deque[int] = deque(maxlen=_CONTEXT)
+        self.end_window()
+
+    def end_window(self) -> None:
+        """A reduction has ended, on all ranks."""
+        self._window = 0
+
+    def _contexts(self) -> tuple[Any, ...]:
+        """What the next one may depend on, the most telling first."""
+        return ("window", self._window), tuple(self._last), self._last[-1] if self._last else None
+
+    def expected(self) -> int | None:
+        """The gather that comes next, as far as is known."""
+        known = self._known
+        for context in self._contexts():
+            if context in known:
+                return known[context]
+        return None
+
+    def note(self, gather: int) -> None:
+        """It has come."""
+        if len(self._known) > _MOST_KNOWN:
+            self._known.clear()
+        for context in self._contexts():
+            self._known[context] = gather
+        self._last.append(gather)
+        self._window = hash((self._window, gather))
+
+
+class Meeting:
+    """Where the ranks that have a shard each compare a gather that was not foreseen."""
+
+    def __init__(self, step: SyncStep, control: ControlPlane, watch: Watch, place: str, *, is_own: bool) -> None:
+        self._step = weakref.ref(step)
+        self.control = control
+        self.is_own = is_own  # a control plane that only these ranks have, of all that the step is for
+        self._watch = watch
+        self._place = place  # names these ranks, the same on all of them
+
+    def is_foreign(self, key: str) -> bool:
+        """Whether a meeting is one of other ranks."""
+        return key.startswith(GATHER) and not key.startswith(f"{GATHER} in {self._place},")
+
+    def compare(self, number: int, name: str, said: str, moment: Callable[[], str]) -> None:
+        """Raise on all ranks unless all of them are about to start the same gather."""
+        step = self._step()
+        if step is None:
+            return
+        about = f"{said}; next is {name}"
+        mine = Stamp(
+            wrapper=step.closing.union.name,
+            window=step.num_windows,
+            kind=GATHER,
+            updates=0,
+            plan="",
+            frozen=(),
+            cast=(),
+            exchange="",
+            num_buckets=0,
+            skipped=(),
+            resets=step.num_resets,
+            gathers=about,
+        )
+        key = f"{GATHER} in {self._place}, {number}, reset {step.num_resets}"
+        subject = f"is about to gather {name}, which the others are not; gathers of sharded units so far: {said}"
+        digest = mine.digest()
+        with torch.inference_mode(False):  # its memory outlives an evaluation
+            told = self.control.start([digest], self._watch).wait(moment, meeting=(key, subject))
+        if {numbers[0] for numbers in told} != {digest}:
+            error = disagreement(self.control.board, self.control.moment, mine, False, _STAMP_SECONDS)
+            if error is not None:
+                step.tell_peers(error)
+                raise error
+
+    def renew(self) -> None:
+        """Ranks begin anew; the others' plane is renewed with the step."""
+        if self.is_own:
+            self.control.renew()
+            self.control.connect(self._watch)
