@@ -48,10 +48,10 @@ class Weights:
         self._num_elements = 0
         self._event: Any = None
 
-    def look(self, window: int, slots: Sequence[Slot], *, is_in_backward: bool = False) -> None:
+    def look(self, window: int, slots: Sequence[Slot], *, is_before_update: bool = True) -> None:
         """Look at a part of the parameter whose turn it is, unless a look is still to be compared.
 
-        What is seen as a backward begins is not compared with what another rank saw before an update.
+        What is seen as a step begins is not compared with what another rank saw before an update.
         """
         if self._numbers is not None or not slots:
             return
@@ -67,7 +67,7 @@ class Weights:
         if not is_coarse and part.dtype not in _FINE:
             return  # there are no norms of it
         part = part.float() if is_coarse else part
-        self.name, self._window = slot.name, 2 * window + is_in_backward
+        self.name, self._window = slot.name, 2 * window + is_before_update
         self._tolerances = (_COARSE_TOLERANCE if is_coarse else _TOLERANCE, _LEAST_DIFFERENCE * part.numel() ** 0.5)
         pattern = _pattern(part.dtype, part.device)[: part.numel()]
         numbers = torch.stack([torch.linalg.vector_norm(part), (part * pattern).sum()])  # without cuBLAS
