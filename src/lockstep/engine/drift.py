@@ -106,9 +106,10 @@ class Drift:
 
     def _tell(self, step: SyncStep, updates: Updates, *, is_ahead: bool) -> None:
         """Tell the others of these updates, as far as they are of parameters that train."""
-        trains = int.from_bytes(bytes(map(_trains, step.reducer.slots)), "little") if updates else 0
-        self._last = {settings: places & trains for settings, places in updates.items() if places & trains}
-        self._is_ahead = is_ahead
+        if updates and (is_ahead or step.frozen):
+            trains = int.from_bytes(bytes(map(_trains, step.reducer.slots)), "little")
+            updates = {settings: places & trains for settings, places in updates.items() if places & trains}
+        self._last, self._is_ahead = updates, is_ahead
 
     def words(self) -> Words:
         """What this rank tells."""
@@ -142,4 +143,4 @@ class Drift:
         self.is_known = self._has_looked = False
         self._updates, self._last = {}, {}
         if self.weights is not None:
-            self.weights.forget()
+            self.weights.begin_anew()
