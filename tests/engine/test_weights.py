@@ -112,6 +112,35 @@ def test_parameters_have_their_turns() -> None:
     assert compared(5, slots_of(*same), slots_of(*other))
 
 
+@pytest.mark.parametrize("num_windows_per_update", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("num_parameters", [3, 4, 8])
+def test_parameters_have_their_turns_later_too(num_windows_per_update: int, num_parameters: int) -> None:
+    """When looks have become rarer; however many windows there are between two updates."""
+    weights, slots = Weights(), slots_of(*[torch.ones(2)] * num_parameters)
+    seen: dict[int, str] = {}
+    for window in range(0, 1000, num_windows_per_update):
+        weights.look(window, slots)
+        if word := weights.word():
+            seen[window] = weights.name
+            weights.compare([word, word])
+    later = {window: name for window, name in seen.items() if window >= 200}
+    assert set(later.values()) == {slot.name for slot in slots}
+    assert len(later) <= 201  # one in four
+    assert len(seen) - len(later) >= 100 // num_windows_per_update  # nearly each at first
+
+
+def test_a_new_beginning_is_looked_at() -> None:
+    weights, slots = Weights(), slots_of(torch.ones(2))
+    weights.look(5, slots)
+    assert weights.word()
+    weights.forget()
+    weights.look(5, slots)
+    assert not weights.word()
+    weights.begin_anew()
+    weights.look(5, slots)
+    assert weights.word()
+
+
 def test_empty_parameters_and_none() -> None:
     assert not compared(0, slots_of(torch.ones(0, 3)), slots_of(torch.ones(0, 3)))
     assert not compared(0, [], [])

@@ -130,6 +130,51 @@ def test_explain_names_launches_and_what_is_left() -> None:
     assert set(lockstep.explain(eager).left_to_hooks.values()) == {"nothing was compiled"}
 
 
+def test_a_bucket_of_which_a_graph_has_only_a_part() -> None:
+    """Blocks are compiled, what is around them is not: buckets at the edges leave with the rest of them."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.linear(x))
+
+    blocks = [Block() for _ in range(3)]
+    for block in blocks:
+        block.compile(backend="aot_eager")
+    module = nn.Sequential(nn.Linear(4, 4), *blocks, nn.Linear(4, 4))
+    ddp = lockstep.DDP(module, bucket_cap_mb=1e-4)  # more than one parameter, less than a block with its neighbour
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(ddp, ddp, num=6)
+    assert not [text for warning in caught if "compiled" in (text := str(warning.message))]
+    buckets = {name: bucket for bucket in ddp.plan for name in bucket.names}
+    assert any({name[0] for name in bucket.names} > {"1"} for bucket in ddp.plan)
+    launches = [launch for graph in lockstep.explain(ddp).graphs for launch in graph.launches]
+    assert launches
+    for launch in launches:
+        rest = set(buckets[launch.names[0]].names) - set(launch.names)
+        is_whole_in_graphs = not any(name[0] in "04" for name in rest)
+        assert launch.delivers is is_whole_in_graphs
+        assert is_whole_in_graphs or "the rest of its bucket came later" in launch.left_because
+
+
+def test_a_backward_without_a_forward_says_nothing_of_the_graphs() -> None:
+    ddp = lockstep.DDP(model(), bucket_cap_mb=1e-5)
+    compiled = torch.compile(ddp, backend="aot_eager")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            train(ddp, compiled, num=1)
+            next(ddp.parameters()).square().sum().backward()
+    assert not [text for warning in caught if "compiled" in (text := str(warning.message))]
+    (graph,) = lockstep.explain(ddp).graphs
+    assert all(launch.delivers for launch in graph.launches)
+    assert ddp.metrics()["lockstep/launched_in_graph"] == 0  # in the window of the second backward
+
+
 def test_a_region_that_never_ran_and_a_bucket_that_did_not_come_are_warnings() -> None:
     class Half(nn.Module):
         def __init__(self) -> None:

@@ -154,8 +154,40 @@ def test_a_rank_without_data_is_told_too(name: str) -> None:
     assert not any(line.strip().startswith("rank 0") for line in told[0].splitlines())
 
 
-def perturb() -> list[float]:
-    """Sharpness-aware: each rank moves its weights along its own gradient, and puts them back before the update."""
+def along_local_gradients(model: Any, module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Sharpness-aware: each rank moves its weights along its own gradient."""
+    with model.no_sync():
+        model(x).square().mean().backward()
+    moved = [0.5 * p.grad / p.grad.norm() for p in module.parameters()]
+    module.zero_grad()
+    return moved
+
+
+def along_zeroed_gradients(model: Any, module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """The same, where .grad stays and is zero."""
+    with model.no_sync():
+        model(x).square().mean().backward()
+    moved = [0.5 * p.grad / p.grad.norm() for p in module.parameters()]
+    module.zero_grad(set_to_none=False)
+    return moved
+
+
+def along_asked_gradients(model: Any, module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """The same, by a backward that puts nothing into .grad."""
+    gradients = torch.autograd.grad(model(x).square().mean(), list(module.parameters()))
+    return [0.5 * gradient / gradient.norm() for gradient in gradients]
+
+
+def by_chance(model: Any, module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Noise, another on each rank."""
+    return [0.1 * torch.randn_like(p) for p in module.parameters()]
+
+
+MOVES = {f.__name__: f for f in (along_local_gradients, along_zeroed_gradients, along_asked_gradients, by_chance)}
+
+
+def perturb(move: str, *, by_hand: bool) -> list[float]:
+    """Each rank moves its weights for a while, and puts them back before the update."""
     import lockstep
 
     module = net()
@@ -163,27 +195,33 @@ def perturb() -> list[float]:
     optimizer = sgd(model)
     for _ in range(NUM_STEPS):
         x = torch.randn(4, 8)
-        with model.no_sync():
-            model(x).square().mean().backward()
-        moved = [0.5 * p.grad / p.grad.norm() for p in module.parameters()]
+        before = [p.detach().clone() for p in module.parameters()]
+        moved = MOVES[move](model, module, x)
         with torch.no_grad():
             torch._foreach_add_(list(module.parameters()), moved)
-        optimizer.zero_grad()
         model(x).square().mean().backward()
         with torch.no_grad():
-            torch._foreach_sub_(list(module.parameters()), moved)
-        optimizer.step()
+            torch._foreach_copy_(list(module.parameters()), before)
+            if by_hand:
+                torch._foreach_sub_(list(module.parameters()), [0.05 * p.grad for p in module.parameters()])
+        if not by_hand:
+            optimizer.step()
         optimizer.zero_grad()
     return torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
 
 
-def test_weights_that_differ_on_purpose_within_a_step() -> None:
-    first, second = run_ranks(2, perturb)
-    torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-5)  # x + d - d is not always x
+# What moves before any forward cannot be told from an update by hand.
+CASES = [(move, by_hand) for move in MOVES for by_hand in (False, True) if not (by_hand and move == "by_chance")]
+
+
+@pytest.mark.parametrize(("move", "by_hand"), CASES)
+def test_weights_that_differ_on_purpose_within_a_step(move: str, by_hand: bool) -> None:
+    first, second = run_ranks(2, perturb, move, by_hand=by_hand)
+    assert first == second
 
 
 def update_by_hand() -> str:
-    """No optimizer: weights are looked at as a backward begins."""
+    """No optimizer: weights are looked at as a forward begins."""
     import lockstep
 
     module = net()

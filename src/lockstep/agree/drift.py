@@ -56,6 +56,9 @@ def settings_of(group: Mapping[str, Any]) -> Settings:
 
 def _plain(value: Any) -> Any:
     """A setting as a value that can be compared between processes."""
+    kind = type(value)
+    if kind is float or kind is bool or value is None:
+        return value  # nearly always, and looked at before each update
     if isinstance(value, torch.Tensor):
         # To read it from a GPU would stop its queue.
         return value.item() if value.device.type == "cpu" and value.numel() == 1 else "a tensor"

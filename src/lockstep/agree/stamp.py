@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from operator import attrgetter
+from typing import NamedTuple
 
 from lockstep.agree.board import Board
 from lockstep.errors import Disagreement, rank_table
@@ -21,8 +20,7 @@ GATHER = "a gather of a sharded unit"  # a kind of stamp that is compared amid a
 _OF_GATHERS = ("wrapper", "window", "kind", "resets", "gathers")
 
 
-@dataclass(frozen=True)
-class Stamp:
+class Stamp(NamedTuple):
     """One window as one rank sees it."""
 
     wrapper: str
@@ -41,11 +39,9 @@ class Stamp:
 
     def digest(self) -> int:
         """A positive number that stands for all of it."""
-        text = repr(_values_of(self))
+        text = repr(tuple(self))
         return 1 + int.from_bytes(hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest(), "big")
 
-
-_values_of = attrgetter(*(field.name for field in fields(Stamp)))
 
 # Field, what a message calls it, and the likely reason for a difference.
 _WORDS = {
@@ -88,7 +84,7 @@ def disagreement(
     updates the model. None where all that differs is the number of updates of ranks that are given their weights by
     others.
     """
-    told = board.gather(key, json.dumps(None if mine is None else [asdict(mine), updates_itself]), seconds)
+    told = board.gather(key, json.dumps(None if mine is None else [mine._asdict(), updates_itself]), seconds)
     everyones = board.by_global(told).items()
     facts = {rank: _read_fact(rank, text) for rank, text in everyones if text != _NO_STAMP}
     stamps = {rank: stamp for rank, (stamp, _) in facts.items()}

@@ -27,7 +27,7 @@ from lockstep.engine.link import measure_link
 from lockstep.engine.states import State
 from lockstep.engine.step import SyncStep
 from lockstep.graph.backend import OverlapCompiler
-from lockstep.graph.explain import Explanation, explain_graphs
+from lockstep.graph.explain import REST_CAME_LATER, Explanation, explain_graphs
 from lockstep.graph.numbers import RankNumbers
 from lockstep.graph.pace import measure_flops_per_second, pace_of, ready_order
 from lockstep.plan import BucketCaps, Plan
@@ -52,6 +52,8 @@ _ENOUGH_OF_THE_MODEL = 0.8
 
 
 _INTENTION = "intention to compile"
+# Reasons for which a bucket leaves after a graph, and nothing is wrong.
+_AS_MEANT = ("compiled autograd", REST_CAME_LATER)
 # By group and by the plan before the choice: what was chosen in this process.
 _chosen_plans: dict[tuple[str, str], Plan] = {}
 
@@ -168,7 +170,7 @@ class Compilation:
             warnings.warn(f"{name} was compiled, but no graph of it has run.", stacklevel=4)
         for graph in explanation.graphs:
             for launch in graph.launches:
-                if not launch.delivers and not launch.left_because.startswith("compiled autograd"):
+                if not launch.delivers and not launch.left_because.startswith(_AS_MEANT):
                     why = launch.left_because or "the graph has not delivered them"
                     warnings.warn(
                         f"The compiled graph of {graph.region} was to launch {', '.join(launch.names[:5])}"

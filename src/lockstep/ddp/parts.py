@@ -89,6 +89,7 @@ def build_parts(
         skips_unused_buckets=options.skip_all_reduce_unused_params,
     )
     step.reducer.finiteness.policy = options.nonfinite
+    step.drift.begins_equal = options.init_sync
     _leave_renormalised_out(module, step)
     precision.serve(step)
     note_engine_errors(data, step)

@@ -234,8 +234,7 @@ class DistributedDataParallel(TorchNames, _Base):
         """Return the last step that synchronised as a flat dict of numbers, for any logger; see docs/observing.md."""
         reducer = self.step.reducer
         steps = reducer.timeline.steps
-        in_graph = sum(bucket.left_in_graph for bucket in reducer.buckets)
-        return metrics_of(steps[-1] if steps else None, reducer.plan, in_graph)
+        return metrics_of(steps[-1] if steps else None, reducer.plan, self.step.num_left_in_graph)
 
     def explain_compilation(self) -> Explanation:
         """See :func:`lockstep.explain`."""

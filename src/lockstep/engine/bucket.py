@@ -171,12 +171,14 @@ class LiveBucket:
         self.got_extra = False
         self.was_watched = False  # a window has passed with it
 
-    def open(self) -> None:
-        """A new window begins."""
+    def open(self, *, is_full: bool = True) -> None:
+        """A new window begins; in a full one a graph may launch it."""
         self.num_pending = len(self.slots)
         self.num_due = 0
         self.covered = self.dtype_now = None
-        self.has_left = self.has_landed = self.skipped = self.left_in_graph = self.is_held = self.got_extra = False
+        self.has_left = self.has_landed = self.skipped = self.is_held = self.got_extra = False
+        if is_full:
+            self.left_in_graph = False
 
     def mark_taken(self, slots: Sequence[Slot]) -> None:
         """The gradients of these lie in the flat buffer from now on."""

@@ -278,7 +278,7 @@ class Closing:
         step = self._step
         reducer = step.reducer
         for bucket in reducer.buckets:
-            bucket.open()
+            bucket.open(is_full=False)
             reducer.launch(bucket, [None] * len(bucket.slots), takes=False)
         reducer.land_unordered()
         remaining: list[LiveBucket] = []

@@ -4,8 +4,10 @@ Both are of the updates before this window, when only then anyone can know.  The
 window; a difference is one error on all ranks.
 
 [Note: when]  Within a step ranks may have other weights on purpose, and put them back before they update: SAM moves
-them along each rank's own gradient for a second backward.  So weights are looked at when an optimizer is about to step,
-and as a backward begins only where none did, and no local gradients were dropped since.
+them along each rank's own gradient for a second backward, others add noise.  So weights are looked at when an optimizer
+is about to step.  Where none ever has, the loop updates by hand: then they are looked at as the first forward since the
+last window begins, which comes before a step can have moved anything; not in the first window, for which they were made
+equal, unless nobody has.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
+from lockstep import torch_private
 from lockstep.agree.drift import (
     Settings,
     Updates,
@@ -55,6 +58,8 @@ class Drift:
         self._is_ahead = False  # they are of the update that is to come
         self._word: tuple[Updates, int] = ({}, 0)  # updates, and the number that stands for them
         self._has_looked = False  # at weights, since the last window
+        self._has_optimizer = False  # that has updated any of them
+        self.begins_equal = True  # weights were made equal when the model was wrapped
 
     def note_update(self, updates: Updates) -> None:
         """Parameters are about to be updated, by these settings."""
@@ -63,18 +68,32 @@ class Drift:
         for settings, places in updates.items():
             self._updates[settings] = self._updates.get(settings, 0) | places
 
-    def look(self, step: SyncStep, *, is_in_backward: bool = False) -> None:
-        """Look at some weights, best before they are updated: see [Note: when]."""
+    def look_before_update(self, step: SyncStep) -> None:
+        """An optimizer is about to step: see [Note: when]."""
+        self._has_optimizer = True
+        self._look(step, is_before_update=True)
+
+    def look_before_forward(self, step: SyncStep) -> None:
+        """A forward with gradients begins: look at weights that no optimizer updates."""
+        if self._has_looked or self._has_optimizer or (step.num_windows == 0 and self.begins_equal):
+            return
+        if step.closing.compares and not torch_private.in_backward():
+            self._look(step, is_before_update=False)
+
+    def look_before_program(self, step: SyncStep) -> None:
+        """A program of the whole step, its update included, begins."""
+        if not self._has_looked:
+            self._look(step, is_before_update=False)
+
+    def _look(self, step: SyncStep, *, is_before_update: bool) -> None:
         self._has_looked = True
         if self.weights is not None and step.reducer.exchange.is_same_on_all:
-            self.weights.look(step.num_windows, step.reducer.slots, is_in_backward=is_in_backward)
+            self.weights.look(step.num_windows, step.reducer.slots, is_before_update=is_before_update)
 
     def open(self, step: SyncStep) -> None:
         """A window begins: what is told at its end is as it is now, before anything is updated."""
         self._tell(step, self._updates, is_ahead=False)
         self._updates = {}
-        if not self._has_looked and not _has_dropped(step):
-            self.look(step, is_in_backward=True)
         self._has_looked = False
 
     def use_settings(self, step: SyncStep, updates: Sequence[Updates]) -> None:
@@ -87,9 +106,10 @@ class Drift:
 
     def _tell(self, step: SyncStep, updates: Updates, *, is_ahead: bool) -> None:
         """Tell the others of these updates, as far as they are of parameters that train."""
-        trains = int.from_bytes(bytes(map(_trains, step.reducer.slots)), "little") if updates else 0
-        self._last = {settings: places & trains for settings, places in updates.items() if places & trains}
-        self._is_ahead = is_ahead
+        if updates and (is_ahead or step.frozen):
+            trains = int.from_bytes(bytes(map(_trains, step.reducer.slots)), "little")
+            updates = {settings: places & trains for settings, places in updates.items() if places & trains}
+        self._last, self._is_ahead = updates, is_ahead
 
     def words(self) -> Words:
         """What this rank tells."""
@@ -123,11 +143,4 @@ class Drift:
         self.is_known = self._has_looked = False
         self._updates, self._last = {}, {}
         if self.weights is not None:
-            self.weights.forget()
-
-
-def _has_dropped(step: SyncStep) -> bool:
-    """Whether gradients of passes that did not synchronise are gone without having been reduced."""
-    return step.holds_local_gradients and any(
-        slot.dirty and not slot.is_taken and slot.parameter.grad is None for slot in step.reducer.slots
-    )
+            self.weights.begin_anew()

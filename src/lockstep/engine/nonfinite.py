@@ -40,6 +40,8 @@ _MOST_NAMES = 8
 _SEEN, _SCALED = 1, 2
 _BUCKET_SHIFT, _LAG_SHIFT = 2, 32
 _MAX_PENDING = 64
+# Types in which a sum is as wide as in single precision; torch adds up in that anyway, and faster if not asked to.
+_WIDE = (torch.float32, torch.float64, torch.bfloat16)
 
 
 class Finiteness:
@@ -202,7 +204,7 @@ def _plain(flat: Tensor) -> Tensor:
 
 def _sum(values: Tensor) -> float:
     # Half precision would overflow where nothing is wrong.
-    return float(values.sum(dtype=torch.float64 if values.dtype is torch.float64 else torch.float32))
+    return float(values.sum() if values.dtype in _WIDE else values.sum(dtype=torch.float32))
 
 
 def _names(slots: Sequence[Slot]) -> list[str]:

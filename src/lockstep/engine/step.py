@@ -154,6 +154,7 @@ class SyncStep:
     def note_forward(self) -> None:
         """A forward with gradients is about to run."""
         self.has_forward = True
+        self.drift.look_before_forward(self)
 
     def note_used(self, reached: set[int]) -> None:
         """Only these parameters (by ``id``) were used by a forward; several forwards may come before one backward."""
@@ -202,7 +203,7 @@ class SyncStep:
         self.reducer.num_buckets_reduced = 0
         self.reducer.finiteness.open()
         for bucket in self.reducer.buckets:
-            bucket.open()
+            bucket.open(is_full=self.kind is Kind.FULL)
         for slot in self.reducer.slots:
             slot.ready = slot.found_unused = False
             slot.num_fires = 0
@@ -280,6 +281,11 @@ class SyncStep:
         waits = self.finds_unused or self.static.is_on or intake.brought or self.reducer.finiteness.waits
         if self.after_bucket is not None and not waits and not self._in_graph():
             self._collect_landed(bucket)
+
+    @property
+    def num_left_in_graph(self) -> int:
+        """How many buckets of the last window left from inside a compiled backward."""
+        return 0 if self.kind is Kind.FOLLOW_UP else sum(bucket.left_in_graph for bucket in self.reducer.buckets)
 
     def _in_graph(self) -> bool:
         """Whether a compiled backward delivers in this pass: it may read parameters after their gradients are made."""

@@ -72,7 +72,7 @@ def _note_settings(optimizer: torch.optim.Optimizer, step: SyncStep, shares: Seq
     if step.closing.compares:
         step.drift.note_update(_updates(optimizer, shares))
         if step.state is State.IDLE:
-            step.drift.look(step)
+            step.drift.look_before_update(step)
 
 
 class SoleOptimizer:

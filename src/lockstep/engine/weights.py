@@ -12,6 +12,9 @@ is added to the part, half as long as the part itself, and the norm of that is t
 [Note: one at a time]  On a GPU the number is read when it is there, without waiting for it, so a rank may have it later
 than another.  It is sent until all ranks have it, and only then another part is looked at: all ranks see in the same
 exchange that all have it, and so all look at the same parts.
+
+[Note: how often]  In each of the first windows, when what was loaded or made anew shows, later once in a few: a look
+costs as much as all else that ranks compare.  It is the number of the window that decides, which all ranks have alike.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from torch import Tensor
 from lockstep.engine.bucket import Slot, local_tensor
 
 _MOST_ELEMENTS = 16_384
+_NUM_FIRST_WINDOWS, _WINDOWS_PER_LOOK = 100, 4
 # By how much numbers may differ, relative to the larger one; coarse types round more.
 _TOLERANCE, _COARSE_TOLERANCE = 1e-4, 2e-2
 _COARSE, _FINE = (torch.bfloat16, torch.float16), (torch.float32, torch.float64)
@@ -44,46 +48,53 @@ class Weights:
         self.skipped: Collection[str] = ()  # parameters that each rank changes by itself
         self._tolerances = (0.0, 0.0)  # relative to the larger number, and absolute
         self._window = -1  # of the look that not all ranks have compared yet
-        self._numbers: Tensor | None = None  # the norm, and the product with the pattern
+        self._number = -1  # of that look, see [Note: how often]
+        self._numbers: Tensor | tuple[Tensor, Tensor] | None = None  # the squared norm, the product with the pattern
         self._num_elements = 0
         self._event: Any = None
 
-    def look(self, window: int, slots: Sequence[Slot], *, is_in_backward: bool = False) -> None:
+    def look(self, window: int, slots: Sequence[Slot], *, is_before_update: bool = True) -> None:
         """Look at a part of the parameter whose turn it is, unless a look is still to be compared.
 
-        What is seen as a backward begins is not compared with what another rank saw before an update.
+        What is seen as a step begins is not compared with what another rank saw before an update.
         """
-        if self._numbers is not None or not slots:
+        number = _number_of_look(window)
+        if self._numbers is not None or not slots or number == self._number:
             return
-        slot = slots[window % len(slots)]
-        parameter = local_tensor(slot.parameter.detach())  # of a tensor-parallel one the part that lies here
+        self._number = number
+        slot = slots[number % len(slots)]
+        parameter = slot.parameter.detach()
+        if slot.is_dtensor:  # of a tensor-parallel one the part that lies here
+            parameter = local_tensor(parameter)
         if type(parameter) is not Tensor or parameter.numel() == 0 or slot.name in self.skipped:
             return  # classes of their own may have no norm
         device = parameter.device.type
         if device != "cpu" and (device != "cuda" or torch.cuda.is_current_stream_capturing()):
             return
-        part = _part(parameter, window // len(slots)).reshape(-1)
+        part = _part(parameter, number // len(slots)).reshape(-1)
         is_coarse = part.dtype in _COARSE
         if not is_coarse and part.dtype not in _FINE:
             return  # there are no norms of it
         part = part.float() if is_coarse else part
-        self.name, self._window = slot.name, 2 * window + is_in_backward
+        self.name, self._window = slot.name, 2 * window + is_before_update
         self._tolerances = (_COARSE_TOLERANCE if is_coarse else _TOLERANCE, _LEAST_DIFFERENCE * part.numel() ** 0.5)
-        pattern = _pattern(part.dtype, part.device)[: part.numel()]
-        numbers = torch.stack([torch.linalg.vector_norm(part), (part * pattern).sum()])  # without cuBLAS
-        if device == "cuda":
+        pattern = _pattern(part.dtype, part.device, part.numel())
+        if device == "cpu":
+            self._numbers = (part.dot(part), part.dot(pattern))
+        else:
+            numbers = torch.stack([(part * part).sum(), (part * pattern).sum()])  # without cuBLAS
             host = torch.empty(2, dtype=numbers.dtype, device="cpu", pin_memory=True)
-            numbers = host.copy_(numbers, non_blocking=True)
+            self._numbers = host.copy_(numbers, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(part.device))
-        self._numbers, self._num_elements = numbers, part.numel()
+        self._num_elements = part.numel()
 
     def word(self) -> int:
         """What this rank tells the others: of which window the look is, and its number; 0 where there is none yet."""
         if self._numbers is None or (self._event is not None and not _has_passed(self._event)):
             return _NOTHING
-        norm, product = self._numbers.tolist()
-        number = _as_single(_stretched(norm, product / self._num_elements**0.5))
+        squares, product = map(float, self._numbers)
+        number = _as_single(_stretched(math.sqrt(squares), product / self._num_elements**0.5))
         bits = int.from_bytes(struct.pack("<f", number), "little")
         return (1 + self._window % (1 << _WINDOW_BITS)) << 32 | bits
 
@@ -103,6 +114,17 @@ class Weights:
     def forget(self) -> None:
         """Let go of a look, compared or not; on all ranks."""
         self._numbers = self._event = None
+
+    def begin_anew(self) -> None:
+        """Look again in the window that comes next: weights have been made equal."""
+        self.forget()
+        self._number = -1
+
+
+def _number_of_look(window: int) -> int:
+    """Which of the looks one in this window is."""
+    later = window - _NUM_FIRST_WINDOWS
+    return window if later < 0 else _NUM_FIRST_WINDOWS + later // _WINDOWS_PER_LOOK
 
 
 def _has_passed(event: Any) -> bool:
@@ -126,20 +148,24 @@ def _part(parameter: Tensor, turn: int) -> Tensor:
     return parameter
 
 
-_patterns: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+_patterns: dict[tuple[torch.dtype, torch.device, int], Tensor] = {}
 
 
-def _pattern(dtype: torch.dtype, device: torch.device) -> Tensor:
+def _pattern(dtype: torch.dtype, device: torch.device, num: int = _MOST_ELEMENTS) -> Tensor:
     """Ones with signs that follow no rule which weights would follow too, the same on all ranks."""
-    known = _patterns.get((dtype, device))
+    known = _patterns.get((dtype, device, num))
     if known is None:
-        numbers = torch.arange(_MOST_ELEMENTS, dtype=torch.int64, device="cpu")
-        for _ in range(3):  # a step of a known generator of random numbers, in 31 bits
-            numbers = (numbers * 1_103_515_245 + 12_345) % (1 << 31)
-            numbers ^= numbers >> 13
-        known = ((numbers >> 7) % 2 * 2 - 1).to(dtype=dtype, device=device)
-        _patterns[dtype, device] = known
+        known = _make_pattern(dtype, device) if num == _MOST_ELEMENTS else _pattern(dtype, device)[:num]
+        _patterns[dtype, device, num] = known
     return known
+
+
+def _make_pattern(dtype: torch.dtype, device: torch.device) -> Tensor:
+    numbers = torch.arange(_MOST_ELEMENTS, dtype=torch.int64, device="cpu")
+    for _ in range(3):  # a step of a known generator of random numbers, in 31 bits
+        numbers = (numbers * 1_103_515_245 + 12_345) % (1 << 31)
+        numbers ^= numbers >> 13
+    return ((numbers >> 7) % 2 * 2 - 1).to(dtype=dtype, device=device)
 
 
 def _stretched(norm: float, along: float) -> float:

@@ -13,6 +13,8 @@ from lockstep.engine.reducer import Reducer
 from lockstep.graph.joint import GraphRecord
 from lockstep.plan.table import human_bytes
 
+REST_CAME_LATER = "the rest of its bucket came later"  # from other graphs or hooks, as it may
+
 
 @dataclass(frozen=True)
 class LaunchFacts:
@@ -126,27 +128,37 @@ def _described(record: GraphRecord, buckets: Sequence[LiveBucket]) -> CompiledGr
     launches = []
     for group in record.groups:
         names = tuple(member.name for member in group.members)
-        bucket = next((b for b in buckets if b.spec.names == names), None)
+        bucket = next((b for b in buckets if set(names) <= set(b.spec.names)), None)
         launches.append(
             LaunchFacts(
-                group.bucket,
+                group.bucket if bucket is None else bucket.index,
                 0 if bucket is None else bucket.spec.num_bytes,
                 names,
                 fractions.get(group.bucket),
                 bucket is not None and bucket.left_in_graph,
-                "the plan has changed since" if bucket is None else bucket.left_because,
+                _why_left(bucket, names),
             )
         )
     return CompiledGraph(record.region, record.strategy, record.num_backward_nodes, tuple(launches), record.digest)
 
 
+def _why_left(bucket: LiveBucket | None, names: Sequence[str]) -> str:
+    """Why a bucket, of which a graph delivers these, did not leave inside of the backward."""
+    if bucket is None:
+        return "the plan has changed since"
+    if bucket.left_because or bucket.left_in_graph or len(names) == len(bucket.slots):
+        return bucket.left_because
+    others = [name for name in bucket.spec.names if name not in names]
+    return f"{REST_CAME_LATER} ({', '.join(others[:3])}{', ...' if len(others) > 3 else ''})"
+
+
 def _shared_graphs(graphs: Sequence[CompiledGraph], buckets: Sequence[LiveBucket]) -> Iterator[CompiledGraph]:
     """Buckets that come from graphs which were compiled for another module of the same kind."""
-    known = {launch.names for graph in graphs for launch in graph.launches}
+    known = {launch.bucket for graph in graphs for launch in graph.launches if launch.delivers}
     launches = tuple(
         LaunchFacts(bucket.index, bucket.spec.num_bytes, bucket.spec.names, None, True, "")
         for bucket in buckets
-        if bucket.left_in_graph and bucket.spec.names not in known
+        if bucket.left_in_graph and bucket.index not in known
     )
     if launches:
         yield CompiledGraph("compiled for another module of the same kind", "graph", 0, launches)

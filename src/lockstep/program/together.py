@@ -113,6 +113,7 @@ class Together:
     def _drift_of(self, step: Any) -> Words:
         if not step.closing.compares:
             return NOTHING
+        step.drift.look_before_program(step)
         step.drift.open(step)
         step.drift.use_settings(step, [updates_of(optimizer, step) for optimizer in self._optimizers])
         return step.drift.words()  # type: ignore[no-any-return]
