@@ -33,12 +33,13 @@ from lockstep.graph.pace import measure_flops_per_second, pace_of, ready_order
 from lockstep.plan import BucketCaps, Plan
 from lockstep.plan.build import plan_from_groups
 from lockstep.plan.link import LinkModel
-from lockstep.plan.overlap import Pace, choose_caps
+from lockstep.plan.overlap import Pace, choose_caps, pace_from_total
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from lockstep.engine.bucket import Slot
+    from lockstep.plan import ParameterSpec
 
 logger = logging.getLogger("lockstep")
 
@@ -88,7 +89,7 @@ class Compilation:
         self._first_digest = step.reducer.plan.digest
         self._link: LinkModel | None = None
         self._has_asked = self._all_compile = False
-        self._has_settled = False
+        self._has_settled = self._has_asked_for_program = False
         self._numbers = RankNumbers(peers.board, self._are_together)
         self.explains_when_settled = False
         self._num_graphs_seen = self._num_graphs_checked = -1
@@ -227,6 +228,44 @@ class Compilation:
         if plan.digest != self._step.reducer.plan.digest:
             self._keeper.adopt(plan)
         logger.info("The plan for the compiled model:\n%s", plan)
+
+    def settle_for_program(self, backward_seconds: float) -> None:
+        """Take the plan that suits a program of the whole step, between the first window and the second.
+
+        All ranks come here at the same place, once per wrapper.  A communication hook may have begun to keep things by
+        bucket, so where there is one the plan stays.
+        """
+        step = self._step
+        if self._has_asked_for_program or self._peers.board is None or self._uneven.is_on:
+            return
+        self._has_asked_for_program = True
+        if not self.sizes_are_open or self.overlap == "none" or step.reducer.exchange is not step.reducer.mean:
+            return  # on all ranks alike: options, hooks and plans are compared
+        known = _chosen_plans.get(self._plan_key)
+        answer = "settled" if self._has_settled else "open" if known is None else f"plan {known.digest}"
+        timeout = settings.agreement_timeout()
+        told = set(self._peers.watch.gather("bucket sizes for a program", answer, timeout).values())
+        plan = known if known is not None and told == {f"plan {known.digest}"} else None
+        if told == {"open"}:
+            self._link = measure_link(self._peers.group, self._device, self._peers.watch)
+            specs = setup.specs_of(step.reducer.slots, setup.sparse_parameter_names(self._module))
+            mine = self._plan_by_size(specs, backward_seconds).to_json()
+            told_plans = self._peers.watch.gather("plan for the first program", mine, timeout)
+            plan = setup.choose_plan(specs, self._caps, Plan.from_json(told_plans[0]))
+            _chosen_plans[self._plan_key] = plan
+        self._has_settled = True
+        if plan is not None and plan.digest != step.reducer.plan.digest:
+            self._keeper.adopt(plan)
+            logger.info("The plan for the program of the whole step:\n%s", plan)
+
+    def _plan_by_size(self, specs: list[ParameterSpec], backward_seconds: float) -> Plan:
+        """By the order in which gradients became ready in the last window; each takes time by its size."""
+        assert self._link is not None
+        order = [slot.name for slot in self._step.ready_order]
+        order += [spec.name for spec in reversed(specs) if spec.name not in set(order)]
+        pace = pace_from_total(specs, backward_seconds, ready_order=order)
+        launch_seconds = LAUNCH_SECONDS.get(self._device.type, LAUNCH_SECONDS["cuda"])
+        return choose_caps(specs, pace, self._link, launch_seconds=launch_seconds, ready_order=order).plan
 
     def _plan_of_parts(self, groups: Sequence[Sequence[str]]) -> Plan:
         specs = setup.specs_of(self._step.reducer.slots, setup.sparse_parameter_names(self._module))

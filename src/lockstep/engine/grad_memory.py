@@ -165,6 +165,13 @@ class GradMemory:
                     slot.parameter.grad = None
         bucket.mark_taken(slots)
 
+    def room_for(self, slot: Slot) -> Tensor:
+        """The part of the buffer in which a graph is to make a gradient; who has made it marks it as taken."""
+        bucket = slot.bucket
+        if bucket.flat is None:
+            bucket.flat = self._buffer_for(bucket, self.travel_dtype(bucket)).view(-1)
+        return bucket.view(slot)
+
     @staticmethod
     def _accumulated(slots: Sequence[Slot]) -> list[Tensor | None] | None:
         """What lies in .grad of each parameter; None if nothing does."""

@@ -169,8 +169,9 @@ class Intake:
             bucket.num_pending += 1
 
     def take_delivery(self, bucket: LiveBucket, slots: Sequence[Slot], gradients: Sequence[Tensor]) -> None:
-        """A graph delivers these, and hides them from autograd."""
-        self._step.reducer.absorb(bucket, slots, gradients)
+        """A graph delivers these, and hides them from autograd; none where it has made all of them in the buffer."""
+        if slots:
+            self._step.reducer.absorb(bucket, slots, gradients)
         for slot in slots:
             slot.dirty = True
         self._delivery_came(bucket)

@@ -21,10 +21,10 @@ from lockstep import torch_private
 from lockstep.engine.bucket import LiveBucket, Slot
 from lockstep.engine.step_guard import before_update
 
-_TAGS = (torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe, torch.Tag.pt2_compliant_tag)
-_library = torch.library.Library("lockstep", "FRAGMENT")
-_library.define("program_launch(Tensor[] grads, Tensor[] after, int program, int bucket) -> Tensor", tags=_TAGS)
-_library.define("program_collect(Tensor[] tokens, int program) -> Tensor[]", tags=_TAGS)
+TAGS = (torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe, torch.Tag.pt2_compliant_tag)
+library = torch.library.Library("lockstep", "FRAGMENT")
+library.define("program_launch(Tensor[] grads, Tensor[] after, int program, int bucket) -> Tensor", tags=TAGS)
+library.define("program_collect(Tensor[] tokens, int program) -> Tensor[]", tags=TAGS)
 
 # To whom a program delivers: there is one wrapper in a model, or one sharded model.  The number stands in the program,
 # which another process may load: so it names no wrapper of this process, but whichever step runs (see ``let_in``).
@@ -49,6 +49,11 @@ def let_in(serial: int, receiver: Receiver) -> None:
     _deliveries[serial] = receiver
 
 
+def running(serial: int) -> Receiver:
+    """To whom a program delivers that runs now."""
+    return _deliveries[serial]
+
+
 def trained(bucket: LiveBucket) -> list[Slot]:
     """What of a bucket is not frozen: a program is made for that, and brings nothing else."""
     return [slot for slot in bucket.slots if slot.parameter.requires_grad]
@@ -61,6 +66,8 @@ class Delivery:
         self.step = step
         self.serial = _THE_WRAPPER
         self._flats: list[Tensor] = []
+        self.trained: dict[int, list[Slot]] = {}  # in this pass, by bucket
+        self.made_in_place: set[Slot] = set()  # in this pass; see products.py
 
     def enter(self) -> None:
         """Before a program is made or run: what it delivers comes here."""
@@ -102,15 +109,23 @@ class Delivery:
 
     # ---------------------------------------------------------------- when the program runs
 
-    def launch(self, index: int, gradients: Sequence[Tensor]) -> None:
-        """Take a bucket's gradients; it leaves when those before it have."""
+    def begin(self) -> None:
+        """The first gradient of a pass is there: all of them will be delivered."""
         step = self.step
         if not step.is_in_pass:
+            self.made_in_place.clear()
+            self.trained = {bucket.index: trained(bucket) for bucket in step.reducer.buckets}
             step.begin_pass()
-            for due in filter(trained, step.reducer.buckets):
-                step.intake.expect_delivery(due, trained(due))
-        bucket: LiveBucket = step.reducer.buckets[index]
-        step.intake.take_delivery(bucket, trained(bucket), gradients)
+            for due in step.reducer.buckets:
+                if self.trained[due.index]:
+                    step.intake.expect_delivery(due, self.trained[due.index])
+
+    def launch(self, index: int, gradients: Sequence[Tensor]) -> None:
+        """Take a bucket's gradients, those that do not lie in its buffer yet; it leaves when those before it have."""
+        self.begin()
+        bucket: LiveBucket = self.step.reducer.buckets[index]
+        slots = [slot for slot in self.trained[index] if slot not in self.made_in_place]
+        self.step.intake.take_delivery(bucket, slots, gradients)
 
     def collect(self) -> list[Tensor]:
         """End the window: compare with the other ranks, and take the reduced buckets."""
@@ -148,25 +163,25 @@ class Delivery:
                     slot.parameter.grad = None
 
 
-@torch.library.impl(_library, "program_launch", "CompositeExplicitAutograd")
+@torch.library.impl(library, "program_launch", "CompositeExplicitAutograd")
 @torch_private.leave_to_python
 def _launch(grads: list[Tensor], after: list[Tensor], program: int, bucket: int) -> Tensor:
     _deliveries[program].launch(bucket, grads)
-    return grads[0].new_empty(0)
+    return (grads or after)[0].new_empty(0)
 
 
-@torch.library.impl(_library, "program_collect", "CompositeExplicitAutograd")
+@torch.library.impl(library, "program_collect", "CompositeExplicitAutograd")
 @torch_private.leave_to_python
 def _collect(tokens: list[Tensor], program: int) -> list[Tensor]:
     return _deliveries[program].collect()
 
 
-@torch.library.register_fake("lockstep::program_launch", lib=_library)
+@torch.library.register_fake("lockstep::program_launch", lib=library)
 def _fake_launch(grads: list[Tensor], after: list[Tensor], program: int, bucket: int) -> Tensor:
-    return grads[0].new_empty(0)
+    return (grads or after)[0].new_empty(0)
 
 
-@torch.library.register_fake("lockstep::program_collect", lib=_library)
+@torch.library.register_fake("lockstep::program_collect", lib=library)
 def _fake_collect(tokens: list[Tensor], program: int) -> list[Tensor]:
     return _deliveries[program].empty_flats()
 
@@ -175,7 +190,13 @@ def launch_early(graph: Any) -> None:
     """Move every launch to where its last gradient is made, so that it travels while the rest is computed."""
     order = {node: index for index, node in enumerate(graph.graph.nodes)}
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.lockstep.program_launch.default):
-        node.args = ([_made_by(gradient) for gradient in node.args[0]], *node.args[1:])
+        given = node.args[0]
+        node.args = ([_made_by(gradient) for gradient in given], *node.args[1:])
+        for detached in given:
+            while detached.target is torch.ops.aten.detach.default and not detached.users:
+                made_of = detached.args[0]
+                graph.graph.erase_node(detached)
+                detached = made_of
         last = max(node.all_input_nodes, key=order.__getitem__)
         last.append(node)
     graph.recompile()

@@ -22,11 +22,13 @@ from lockstep.program.deliver import Delivery, launch_early
 from lockstep.program.guards import HostRandomness, Surroundings, TrainedInWindow, memory_of, optimizer_settings, trains
 from lockstep.program.optimizers import keeps_python_state, move_step_counts
 from lockstep.program.places import why_not_traced
+from lockstep.program.products import multiply_in_place
 from lockstep.program.reasons import JOINED
 from lockstep.program.recipe import Recipe
 from lockstep.program.record import Record
 from lockstep.program.restless import Kind, Restless
 from lockstep.program.shards import Shards, keep_order
+from lockstep.program.sizes import BucketSizes
 from lockstep.program.together import Together
 from lockstep.program.traced import StateIsMissing, WholeStep, why_no_program
 from lockstep.program.untraceable import Untraceable
@@ -72,6 +74,7 @@ class Whole:
         self._sum_of: dict[int, Tensor] = {}
         self._has_sum: set[int] = set()
         self._trained = TrainedInWindow()
+        self._sizes = BucketSizes(wrappers)
         self._is_kept = False  # this micro-step of a sharded model cannot be a program
 
     # ---------------------------------------------------------------- one micro-step
@@ -115,6 +118,8 @@ class Whole:
         if recipe.parallel.is_joined:
             self._record.fall_back(JOINED)
             return self._loop(tree, index, is_last, None)
+        if index == 0:
+            self._sizes.settle()
         is_kept = self._is_kept_from_it()
         batch = Batch.of(tree)
         key = self._key(batch, index, is_last)
@@ -214,7 +219,8 @@ class Whole:
         if self._shards is not None and self._has_sum:
             self._shards.note_local(self._has_sum)
         before, versions = self._as_seen() if not self._never else ((), {})
-        result = recipe.micro(tree, is_last=is_last)
+        with self._sizes.timed(is_last):
+            result = recipe.micro(tree, is_last=is_last)
         if is_last:
             recipe.update()
         elif recipe.options.accumulate > 1:
@@ -307,6 +313,8 @@ class Whole:
         if changed:
             raise Untraceable(changed)
         launch_early(graph)
+        if isinstance(self._delivery, Delivery):
+            multiply_in_place(graph, self._delivery)
         if self._shards is not None:
             keep_order(graph)
         differing = self._compare(graph, batch, index, is_last)
