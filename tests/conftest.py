@@ -15,16 +15,66 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tiny models are built from configs; nothing may be downloaded.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Inductor otherwise makes sure in each process that it can load what the compiler makes, by compiling and by starting
+# another interpreter; a machine where it cannot fails these tests anyhow.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # A machine that is busy makes an example slow, not wrong.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
-MULTIRANK = Path(__file__).parent / "multirank"
+TESTS = Path(__file__).parent
+MULTIRANK = TESTS / "multirank"
+
+# What takes a minute or more on two cores, the longest first. Several processes take file by file in this order: a long
+# one that began last would run alone in the end.
+LONG_FILES = [
+    "multirank/test_step_mixes.py",
+    "multirank/test_step_autograd.py",
+    "multirank/test_step_windows.py",
+    "multirank/test_compiled_models.py",
+    "multirank/test_faults_leaving.py",
+    "launch/test_launch_causes.py",
+    "multirank/test_compile_turns.py",
+    "cli/test_run.py",
+    "multirank/test_compiled_edges.py",
+    "multirank/test_compiled_features.py",
+    "launch/test_launch_soak.py",
+    "multirank/test_step_compare.py",
+    "multirank/test_program_sharded.py",
+    "multirank/test_program_attacks.py",
+    "launch/test_launch_ends.py",
+    "multirank/test_gradients.py",
+    "integrations/test_nanogpt.py",
+    "multirank/test_checkpoint_demo.py",
+    "multirank/test_compiled_autograd.py",
+    "multirank/test_shard_gradients.py",
+    "multirank/test_artifacts.py",
+    "multirank/test_faults_hangs.py",
+    "launch/test_launch_restarts.py",
+    "multirank/test_program_ranks.py",
+    "multirank/test_tuning.py",
+    "multirank/test_shard_windows.py",
+    "multirank/test_compiled_autograd_windows.py",
+    "multirank/test_second_start.py",
+    "test_demo.py",
+    "multirank/test_program_steps.py",
+    "multirank/test_faults_partition.py",
+    "multirank/test_faults_deaths.py",
+    "multirank/test_step_launches.py",
+    "multirank/test_compiled_late_use.py",
+    "launch/test_launch_hosts.py",
+    "launch/test_launch_late.py",
+    "launch/test_launch_stopping.py",
+    "multirank/test_program_models.py",
+    "multirank/test_hooks_convergence.py",
+    "integrations/test_transformers.py",
+]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """One compiler cache for all processes of a run: many tests compile the same modules."""
+    config.option.loadscopereorder = False  # pytest-xdist would begin with the files of the most tests
     if not hasattr(config, "workerinput"):
         os.environ["LOCKSTEP_TEST_INDUCTOR_CACHE"] = tempfile.mkdtemp(prefix="lockstep-inductor-")
 
@@ -35,13 +85,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what starts ranks; leave the soaks out, unless they are asked for (``-m soak``)."""
+    """Mark what starts ranks; leave the soaks out, unless they are asked for (``-m soak``); begin with long files."""
     for item in items:
         if MULTIRANK in item.path.parents:
             item.add_marker("multirank")
     if "soak" not in (config.getoption("-m") or ""):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("soak")])
         items[:] = [item for item in items if not item.get_closest_marker("soak")]
+    if hasattr(config, "workerinput"):
+        place = {TESTS / name: index for index, name in enumerate(LONG_FILES)}
+        items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 @pytest.fixture

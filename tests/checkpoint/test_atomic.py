@@ -286,7 +286,7 @@ def test_saving_again_and_again_leaves_nothing_open(tmp_path: Path) -> None:
     for _ in range(20):
         run.save(tmp_path, asynchronous=True, keep=1)
         run.load(tmp_path)
-    deadline = time.monotonic() + 10  # a thread that has said its last word may still be on its way out
+    deadline = time.monotonic() + 120  # a thread that has said its last word may still be on its way out
     while threading.active_count() > before[1] and time.monotonic() < deadline:
         time.sleep(0.01)
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before

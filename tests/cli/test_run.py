@@ -26,13 +26,15 @@ def script(tmp_path: Path) -> Path:
 # What the ranks see
 
 REPORT_SELF = """
-    import json, os, sys
+    import gc, json, os, sys
     import torch
 
     wanted = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK", "OMP_NUM_THREADS")
     prefixes = ("LOCAL_", "MASTER_", "TORCH", "LOCKSTEP_")
     facts = {name: value for name, value in os.environ.items() if name in wanted or name.startswith(prefixes)}
     facts["argv"] = sys.argv
+    facts["collects"] = gc.isenabled()
+    facts["keeps"] = gc.get_freeze_count() > 0
     facts["ddp"] = torch.nn.parallel.DistributedDataParallel.__module__
     sys.stdout.write(json.dumps(facts) + "\\n")
 """
@@ -62,6 +64,7 @@ def test_ranks_get_torchruns_environment_and_lockstep_installed(tmp_path: Path) 
         assert fact["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
         assert fact["LOCKSTEP_BACKEND"] == pick_backend(2)
         assert fact["ddp"] == "lockstep.ddp"
+        assert (fact["collects"], fact["keeps"]) == (True, True)  # no collection looks through what was loaded for it
         # Words after the script are the script's, also those that look like our own.
         assert fact["argv"] == [str(script), "--nproc", "9", "--", "a b", "--help"]
 
@@ -70,6 +73,7 @@ def test_no_install_launches_the_plain_script(tmp_path: Path) -> None:
     script = write_script(tmp_path / "train.py", REPORT_SELF)
     facts = facts_by_rank(run_command([*RUN, "--no-install", "--nproc-per-node=1", script, "x"]))
     assert facts["0"]["ddp"] == "torch.nn.parallel.distributed"
+    assert (facts["0"]["collects"], facts["0"]["keeps"]) == (True, False)
     assert facts["0"]["argv"] == [str(script), "x"]
 
 

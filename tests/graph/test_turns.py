@@ -94,7 +94,7 @@ def wait(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Wait:
         threading.Thread(
             target=in_turn, args=(str(tmp_path), "graph", lambda: (began.set(), then())), daemon=True
         ).start()
-        deadline = monotonic() + 30
+        deadline = monotonic() + 240
         while "waiting for another process" not in caplog.text:
             assert monotonic() < deadline
             sleep(0.01)
@@ -110,7 +110,7 @@ def test_the_second_waits_for_the_first(hold: Hold, wait: Wait) -> None:
     began = wait()
     assert not began.wait(0.3)
     holder.go_on()
-    assert began.wait(30)
+    assert began.wait(240)
 
 
 @pytest.mark.usefixtures("never")
@@ -120,7 +120,7 @@ def test_who_has_waited_keeps_nobody_waiting(hold: Hold, wait: Wait) -> None:
     may_end = threading.Event()
     began = wait(then=may_end.wait)
     holder.go_on()
-    assert began.wait(30)
+    assert began.wait(240)
     hold()  # a third process gets the turn while the second one is still at it
     may_end.set()
 
@@ -131,7 +131,7 @@ def test_a_holder_that_is_killed_holds_nobody_up(hold: Hold, wait: Wait, how: st
     holder = hold(how)
     began = wait()
     os.kill(holder.pid, signal.SIGKILL)  # a child that it forked lives on
-    assert began.wait(30)
+    assert began.wait(240)
 
 
 @pytest.mark.usefixtures("never")
@@ -148,7 +148,7 @@ def test_a_failure_reaches_its_rank_and_lets_the_others_try(tmp_path: Path, hold
     holder = hold("fails")
     began = wait()
     holder.go_on()
-    assert began.wait(30)
+    assert began.wait(240)
 
     def fail() -> None:
         raise OSError("no compiler today")

@@ -32,7 +32,7 @@ def require(*libraries: str) -> None:
         pytest.skip(f"needs {', '.join(missing)}: pip install '.[integrations]'", allow_module_level=True)
 
 
-def launch_on_both(program: str, folder: Path, *arguments: str, limit_s: float = 110) -> dict[str, Path]:
+def launch_on_both(program: str, folder: Path, *arguments: str, limit_s: float = 280) -> dict[str, Path]:
     """Where each side wrote to, by the module its wrapper comes from."""
     folders = {}
     for number, (wrapper, launcher) in enumerate(LAUNCHERS.items()):
@@ -52,7 +52,7 @@ class SideBySide:
     by_wrapper: dict[str, list[dict[str, dict[str, Any]]]]
 
     @classmethod
-    def of(cls, program: str, folder: Path, limit_s: float = 110) -> SideBySide:
+    def of(cls, program: str, folder: Path, limit_s: float = 280) -> SideBySide:
         folders = launch_on_both(program, folder, limit_s=limit_s)
         return cls(
             {

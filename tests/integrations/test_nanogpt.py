@@ -10,7 +10,7 @@ import torch
 
 from integrations.side_by_side import compare_parameters, launch_on_both
 
-pytestmark = [pytest.mark.multirank, pytest.mark.slow, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.multirank, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def checkpoints_after(folder: Path, *arguments: str) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from integrations.side_by_side import SideBySide, compare_parameters, require
 
 require("transformers", "accelerate")
 
-pytestmark = [pytest.mark.multirank, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.multirank, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

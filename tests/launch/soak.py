@@ -43,17 +43,24 @@ class Job:
 
 @dataclass(frozen=True)
 class Soak:
-    """How to run: the demo on ``nproc`` ranks, a fault every ``every`` seconds (0: none)."""
+    """How to run: the demo on ``nproc`` ranks, a fault every ``every`` seconds (0: none).
+
+    Or one fault at the first checkpoint from each step of ``at_steps``: as many on a busy machine as on a quiet one,
+    while by the clock a machine that needs longer to start a job than from fault to fault would never end it.
+    """
 
     folder: Path
     nproc: int = 3
     num_steps: int = 300
     every: float = 15.0
     seed: int = 0
+    at_steps: tuple[int, ...] = ()
 
     def job(self, name: str, *, with_faults: bool = True) -> Job:
         """Run one job to its end; a hang is an error."""
         folder, job, chance = self.folder / name, Job(), random.Random(f"{self.seed} {name}")
+        by_clock = with_faults and self.every > 0 and not self.at_steps
+        at_steps = list(self.at_steps) if with_faults else []
         began = time.monotonic()
         while True:
             job.num_launchers += 1
@@ -63,8 +70,11 @@ class Soak:
             waiting.start()
             next_fault = time.monotonic() + self.every * chance.uniform(0.5, 1.5)
             while waiting.is_alive():
-                waiting.join(0.1)
-                if with_faults and self.every and time.monotonic() >= next_fault and waiting.is_alive():
+                waiting.join(0.02 if at_steps else 0.1)
+                is_due = by_clock and time.monotonic() >= next_fault
+                if at_steps and self._latest_step(folder) >= at_steps[0]:
+                    is_due = bool(at_steps.pop(0))
+                if is_due and waiting.is_alive():
                     job.faults.append(self._harm(launch, chance))
                     next_fault = time.monotonic() + self.every * chance.uniform(0.5, 1.5)
             (done,) = results
@@ -76,10 +86,18 @@ class Soak:
             assert done.exit_code == -signal.SIGKILL, f"{job.faults}\n{done}"
             assert job.faults[-1] == "launcher killed", f"{job.faults}\n{done}"
         job.seconds = time.monotonic() - began
-        reader = Reader(folder / "checkpoints" / f"step-{self.num_steps:08d}")
+        reader = Reader(self._checkpoint(folder, self.num_steps))
         reader.verify()
         job.state = {name: reader.tensor(name) for name in reader.manifest.tensors}
         return job
+
+    @staticmethod
+    def _checkpoint(folder: Path, step: int) -> Path:
+        return folder / "checkpoints" / f"step-{step:08d}"
+
+    @staticmethod
+    def _latest_step(folder: Path) -> int:
+        return max((int(path.name[5:]) for path in (folder / "checkpoints").glob("step-????????")), default=0)
 
     def _command(self, folder: Path) -> list[str | Path]:
         words: list[str | Path] = [*RUN, "--nproc", str(self.nproc), "--max-restarts", "1000"]

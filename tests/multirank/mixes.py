@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
@@ -186,6 +187,7 @@ def walk(mix: Mix, step: int, ours: Side, copies: Sequence[Side]) -> Iterator[No
 def train(mix: Mix, mode: str, backend: str) -> list[str]:
     """Compares after every pass; returns the digests of the weights of this rank."""
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     world = dist.get_world_size()
     ours = Side(mix, dist.get_rank(), mode, backend)
     copies = [Side(mix, rank, None) for rank in range(world)]
@@ -222,14 +224,63 @@ def params_of(mixes: Mapping[str, Mix]) -> list[Any]:
     return params
 
 
-def run_mix(run: Callable[[str, str, str], list[str]], name: str, mode: str, backend: str, world: int) -> None:
+def run_mix(
+    run: Callable[[str, str, str], list[str]], mixes: Mapping[str, Mix], name: str, mode: str, backend: str, world: int
+) -> None:
     """``run`` calls train on the ranks, by the name of a mix; afterwards all must have the same weights."""
-    is_slow = backend == "inductor"
-    env = {"TORCHINDUCTOR_CACHE_DIR": inductor_cache()} if is_slow else {}
-    limit_s = 500 if is_slow else 300  # against hangs only: many times what it takes
-    first, *others = run_ranks(world, run, name, mode, backend, preload=PRELOAD, limit_s=limit_s, env=env)
-    for rank, digests in enumerate(others, 1):
-        assert digests == first, f"the weights of rank {rank} are not those of rank 0"
+    if backend == "inductor":
+        env = {"TORCHINDUCTOR_CACHE_DIR": inductor_cache()}
+        by_rank = run_ranks(world, run, name, mode, backend, preload=PRELOAD, limit_s=500, env=env)
+    else:
+        by_rank = Together.of(run, name, mixes[name].modes, backend, world).digests(mode)
+    for rank, digests in enumerate(by_rank):
+        assert digests == by_rank[0], f"the weights of rank {rank} are not those of rank 0"
+
+
+def run_modes(module: str, function: str, name: str, modes: Sequence[str], backend: str) -> dict[str, list[str]]:
+    run = getattr(importlib.import_module(module), function)
+    return {mode: run(name, mode, backend) for mode in modes}
+
+
+class Together:
+    """The modes of a mix, one after the other on the same ranks: a compiler that has compiled before is quicker.
+
+    Where that fails, each mode is run on ranks of its own, so that each test has its own outcome; the last one fails if
+    none of them did.
+    """
+
+    _all: dict[tuple[Any, ...], Together] = {}
+
+    def __init__(self, run: Callable[..., Any], name: str, modes: tuple[str, ...], backend: str, world: int) -> None:
+        self._alone = lambda mode: run_ranks(world, run, name, mode, backend, preload=PRELOAD)
+        self._waiting, self._has_failed_alone = set(modes), False
+        self._values: list[dict[str, list[str]]] = []
+        self._error: AssertionError | None = None
+        try:
+            words = (run.__module__, run.__qualname__, name, modes, backend)
+            self._values = run_ranks(world, run_modes, *words, preload=[*PRELOAD, run.__module__])
+        except AssertionError as error:
+            self._error = error
+
+    @classmethod
+    def of(cls, *key: Any) -> Together:
+        if key not in cls._all:
+            cls._all[key] = cls(*key)
+        return cls._all[key]
+
+    def digests(self, mode: str) -> list[list[str]]:
+        """By rank, of the weights after each step."""
+        if self._error is None:
+            return [value[mode] for value in self._values]
+        self._waiting.discard(mode)
+        try:
+            values = self._alone(mode)
+        except AssertionError:
+            self._has_failed_alone = True
+            raise
+        if not self._waiting and not self._has_failed_alone:
+            raise AssertionError("each mode passes alone, but not one after the other") from self._error
+        return values
 
 
 # ---------------------------------------------------------------- modules

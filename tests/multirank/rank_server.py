@@ -18,6 +18,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
+import gc
 import importlib
 import io
 import json
@@ -38,6 +40,27 @@ POLL_S = 0.004
 # is waiting for something that will never come.
 GRACE_AFTER_FAILURE_S = 90.0
 LEFTOVER_GRACE_S = 10.0
+FOR_THE_FIRST_COMPILATION = [
+    "lockstep.torch_private.autograd",
+    "lockstep.torch_private.backends",
+    "lockstep.torch_private.c10d",
+    "lockstep.torch_private.fakes",
+    "lockstep.torch_private.graphs",
+    "lockstep.torch_private.inductor",
+    "lockstep.torch_private.meetings",
+    "lockstep.torch_private.profiler",
+    "lockstep.torch_private.tensors",
+    "torch._dynamo.backends.cudagraphs",
+    "torch._dynamo.backends.distributed",
+    "torch._dynamo.dce_extra_outputs",
+    "torch._functorch._aot_autograd.subclass_codegen",
+    "torch._higher_order_ops.passes.inline_invoke_subgraph",
+    "torch._inductor.compiler_bisector",
+    "torch._subclasses.schema_check_mode",
+    "torch.export._trace",
+    "torch.fx.experimental.validator",
+    "torch.utils.cpp_extension",
+]
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -316,6 +339,30 @@ def preload(modules: list[str], sys_path: list[str]) -> list[ModuleType]:
     return [importlib.import_module(name) for name in modules]
 
 
+@functools.cache
+def warm_compiler() -> None:
+    """Do once what torch leaves to the first compilation of each process; of use only, so what is missing is left."""
+    if "torch._inductor.compile_fx" not in sys.modules:
+        return
+    import torch
+
+    for name in FOR_THE_FIRST_COMPILATION:
+        with contextlib.suppress(ImportError):
+            if name.partition(".")[0] in sys.modules:  # not Lockstep, where torch's own class is the subject
+                importlib.import_module(name)
+    with contextlib.suppress(Exception):
+        from torch._inductor.codegen.common import init_backend_registration
+        from torch._inductor.fx_passes import joint_graph
+        from tqdm import tqdm
+
+        tqdm.monitor_interval = 0  # no thread for progress bars: this process forks
+        init_backend_registration()
+        joint_graph.lazy_init(torch.device("cpu"))
+    with contextlib.suppress(AttributeError):
+        # Times the guards of each graph for a line in a log, after it has swept the caches with 32 MB.
+        torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+
+
 def main() -> None:
     set_process_option(PR_SET_PDEATHSIG, signal.SIGKILL)
     set_process_option(PR_SET_CHILD_SUBREAPER, 1)
@@ -327,6 +374,8 @@ def main() -> None:
         request = json.loads(line)
         try:
             preload(request["preload"], request["sys_path"])
+            warm_compiler()
+            gc.freeze()  # a collection in a rank would touch, and so copy, every page of this process
             run = Run(Path(request["directory"]), request["world"], request["limit_s"])
             reply = execute(run, request)
         except BaseException:

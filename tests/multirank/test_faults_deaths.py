@@ -247,7 +247,7 @@ def start_ranks(world: int, script: Path, *words: str) -> list[Launch]:
 def end_of(how: str, who: int, tmp_path: Path) -> tuple[list[int], list[str]]:
     """Exit codes, and what each other rank caught."""
     launches = start_ranks(2, write_script(tmp_path / "train.py", TRAIN), how, str(who))
-    done = [launch.finish(120) for launch in launches]
+    done = [launch.finish(280) for launch in launches]
     texts = ["".join(line for line in d.lines if line.startswith("CAUGHT")) for d in done]
     assert texts[1 - who], "\n".join(map(str, done))
     return [d.exit_code for d in done], texts
@@ -286,7 +286,7 @@ def test_a_rank_that_leaves_without_a_word_is_named(tmp_path: Path) -> None:
 
 def test_a_raise_before_wrapping_is_told(tmp_path: Path) -> None:
     launches = start_ranks(2, write_script(tmp_path / "train.py", TRAIN), "before wrapping", "1")
-    first, second = (launch.finish(120) for launch in launches)
+    first, second = (launch.finish(280) for launch in launches)
     assert second.exit_code == 1
     assert first.exit_code == 1
     assert "PeerFailed: Rank 1 failed" in first.errors

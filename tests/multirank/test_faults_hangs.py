@@ -250,17 +250,18 @@ def test_a_rank_that_is_alive_but_late_is_a_warning_with_its_stack() -> None:
     first, second, late = run_ranks(3, evaluate_on_rank_two, env=NEVER)
     waits = [m for m in first + second if "still waiting" in m]
     assert any("[2]" in m and "rank 2: alive" in m and "evaluate_for_long" in m for m in waits), waits
-    stacks = [m for m in first + second if "which others wait for, is here" in m]
-    assert len(stacks) == 1, stacks  # one rank asks for all
-    assert "evaluate_on_rank_two" in stacks[0]
-    assert not late
+    stacks = [m for m in first + second if "Rank 2, which others wait for, is here" in m]
+    # One rank asks for all; a second one only where it has found the first one late too, on a machine that is busy.
+    assert len(stacks) == 1 or (len(stacks) == 2 and "[0, 2]" in str(second)), stacks
+    assert all("evaluate_on_rank_two" in stack for stack in stacks)
+    assert not any("in step 2" in m and "none is known" not in m for m in late), late  # all others had come
 
 
 def come_too_late() -> dict[str, Any]:
     import lockstep
 
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    ddp = lockstep.DDP(nn.Linear(4, 2), late_timeout=3)
+    ddp = lockstep.DDP(nn.Linear(4, 2), late_timeout=8)
     warm_up(ddp)
     if rank == 1:
         store.wait(["given up by 0", "given up by 2"])
@@ -274,7 +275,7 @@ def test_a_late_rank_is_an_error_on_every_rank_at_the_limit_and_all_can_go_on() 
     for found in run_ranks(3, come_too_late, env=NEVER):
         assert found["type"] == "PeerLate", found
         assert found["ranks"] == (1,)
-        assert "did not arrive within 3 s" in found["text"]
+        assert "did not arrive within 8 s" in found["text"]
         assert "bucket 0" in found["text"]
         assert "in step 2" in found["text"]
         assert "come_too_late" in found["text"]  # where the late one was seen
@@ -309,7 +310,7 @@ def take_turns_at_being_late() -> list[str]:
     turn = [-1]
 
     def heard(message: str) -> None:
-        if "still waiting" in message and f"[{turn[0] % 3}]" in message:
+        if "still waiting" in message and named_in(message) == f"[{turn[0]}]":
             store.set(f"turn {turn[0]}, named by {rank}", "yes")
 
     listener = Listener(heard)
@@ -324,12 +325,20 @@ def take_turns_at_being_late() -> list[str]:
     return listener.messages
 
 
+def named_in(message: str) -> str:
+    """The ranks that a warning says have not arrived."""
+    return message.partition("not arrived there: ")[2].partition(";")[0].rstrip(".")
+
+
 def test_nobody_else_is_named_and_no_stale_place_is_quoted() -> None:
     for rank, messages in enumerate(run_ranks(3, take_turns_at_being_late, env=NEVER)):
-        waits = [m for m in messages if "still waiting" in m]
-        for message in waits:
-            turn = next(n for n in range(3) if f"in step {3 * n}" in message)
-            named = message.partition("not arrived there: ")[2]
-            assert named.startswith((f"[{turn}]", "none is known")), (rank, message)
-            places = message.count("in step ")
-            assert places == message.count(f"in step {3 * turn}"), message
+        for turn in range(3):
+            waits = [m for m in messages if "still waiting" in m]
+            here = [m for m in waits if f"in step {3 * turn}" in m.partition(", for ")[0]]
+            # On a busy machine another rank may come late too, but once it has come, it is not named again.
+            while here and named_in(here[0]) != f"[{turn}]":
+                here.pop(0)
+            assert here or rank == turn, messages
+            for message in here:
+                assert named_in(message).startswith((f"[{turn}]", "none is known")), (rank, message)
+                assert message.count("in step ") == message.count(f"in step {3 * turn}"), message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from launching import Finished, Launch, write_script
 from multirank.test_two_hosts import Host, ip, two_hosts
 
 __all__ = ["two_hosts"]  # a fixture
+
+LATE_S = 6
 
 SCRIPT = """
     import os, sys, time
@@ -57,7 +60,7 @@ def start(hosts: tuple[Host, Host], tmp_path: Path, width: int = 64, **settings:
         env |= {"GLOO_SOCKET_IFNAME": host.interface, "LOCKSTEP_HEARTBEAT_TIMEOUT": "6", "LOCKSTEP_STALL_SECONDS": "2"}
         command = host.command(sys.executable, script, tmp_path, str(width))
         launches.append(Launch(command, env={**env, **settings}))
-    deadline = monotonic() + 120
+    deadline = monotonic() + 240
     while not all((tmp_path / f"ready{rank}").exists() for rank in (0, 1)) and monotonic() < deadline:
         sleep(0.1)
     return launches
@@ -65,7 +68,7 @@ def start(hosts: tuple[Host, Host], tmp_path: Path, width: int = 64, **settings:
 
 def finish(launches: list[Launch]) -> list[Finished]:
     try:
-        return [launch.finish(limit_s=150) for launch in launches]
+        return [launch.finish(limit_s=280) for launch in launches]
     finally:
         for launch in launches:
             launch.kill()
@@ -99,8 +102,8 @@ def test_a_short_break_is_no_fault(two_hosts: tuple[Host, Host], tmp_path: Path)
 @pytest.mark.slow
 def test_a_slow_link_is_nobodys_fault(two_hosts: tuple[Host, Host], tmp_path: Path) -> None:
     """A step takes longer than any deadline for ranks, and all have arrived: they wait for bytes."""
-    limits = {"LOCKSTEP_HEARTBEAT_TIMEOUT": "6", "LOCKSTEP_LATE_TIMEOUT": "6"}
-    launches = start(two_hosts, tmp_path, width=800, **limits)
+    limits = {"LOCKSTEP_HEARTBEAT_TIMEOUT": "6", "LOCKSTEP_LATE_TIMEOUT": str(LATE_S)}
+    launches = start(two_hosts, tmp_path, width=1000, **limits)
     for host in two_hosts:
         words = ["tc", "-n", host.namespace, "qdisc", "add", "dev", host.interface, "root", "tbf"]
         try:
@@ -112,6 +115,9 @@ def test_a_slow_link_is_nobodys_fault(two_hosts: tuple[Host, Host], tmp_path: Pa
     (tmp_path / "enough").touch()
     for done in finish(launches):
         assert "TRAINED" in done.output, done
-        waits = [line for line in done.errors.splitlines() if "still waiting" in line]
-        assert waits, done
-        assert all("none is known to be late" in line for line in waits), waits
+        waits = re.findall(r"still waiting in .*, for (\d+) s\. Ranks that have not arrived there: (.*)", done.errors)
+        # Early in a step a rank may be named that this machine has let wait, and a store behind such a link is slow to
+        # answer; a rank that is late at the deadline would be an error, and nobody may be named from there on.
+        overdue = [words for seconds, words in waits if int(seconds) >= LATE_S]
+        assert any("none is known to be late" in words for words in overdue), waits
+        assert not any(words.startswith("[") for words in overdue), overdue

@@ -116,7 +116,7 @@ def attack_all() -> None:
                 assert torch.equal(mine, theirs), (mode, index)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_the_result_is_that_of_the_loop(world: int) -> None:
     run_ranks(world, attack_all, preload=PRELOAD)
 
@@ -147,7 +147,7 @@ def change_within_windows(places: tuple[int, ...]) -> None:
     assert any("PL" in kind for kind in kinds)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("places", [(9,), (10,), (11,), (9, 14, 19)], ids=str)
 def test_a_program_and_the_loop_in_one_window(world: int, places: tuple[int, ...]) -> None:
     run_ranks(world, change_within_windows, places, preload=PRELOAD)

@@ -253,7 +253,7 @@ def test_one_rank_alone(name: str, mode: str, world: int) -> None:
 @pytest.mark.parametrize("mode", [EAGER, WRAP_THEN_COMPILE])
 @pytest.mark.parametrize("name", [name for name, alone in ALONE.items() if alone.makes_equal is not None])
 def test_going_on_after_it(name: str, mode: str) -> None:
-    run_ranks(2, train_until_stopped, name, mode, True, preload=PRELOAD, limit_s=30)
+    run_ranks(2, train_until_stopped, name, mode, True, preload=PRELOAD, limit_s=300)
 
 
 def reset_alone_then_all(mode: str) -> list[str]:
@@ -524,7 +524,7 @@ def run(name: str, mode: str, backend: str) -> list[str]:
 
 @pytest.mark.parametrize(("name", "mode", "backend", "world"), params_of(MAY))
 def test_what_ranks_may_do(name: str, mode: str, backend: str, world: int) -> None:
-    run_mix(run, name, mode, backend, world)
+    run_mix(run, MAY, name, mode, backend, world)
 
 
 def join(mode: str) -> str:

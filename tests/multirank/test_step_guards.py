@@ -281,7 +281,7 @@ def backwards_in_another_order() -> str:
 
 
 def test_models_in_another_order() -> None:
-    first, second = run_ranks(2, backwards_in_another_order, limit_s=40)
+    first, second = run_ranks(2, backwards_in_another_order)
     assert first == second
     assert "the model that is reduced" in first
 

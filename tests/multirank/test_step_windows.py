@@ -335,7 +335,7 @@ def run(name: str, mode: str, backend: str) -> list[str]:
 
 @pytest.mark.parametrize(("name", "mode", "backend", "world"), params_of(MIXES))
 def test_mix(name: str, mode: str, backend: str, world: int) -> None:
-    run_mix(run, name, mode, backend, world)
+    run_mix(run, MIXES, name, mode, backend, world)
 
 
 # ---------------------------------------------------------------- two passes through one graph

@@ -7,6 +7,7 @@ script.py`` or ``python -m module`` would give.
 from __future__ import annotations
 
 import builtins
+import gc
 import importlib.machinery
 import os
 import runpy
@@ -31,9 +32,7 @@ def run_program(words: list[str]) -> None:
     if words[0] == PLAIN:
         words = words[1:]
     else:
-        from lockstep.install import install
-
-        install()
+        _install()
     if settings.inject():
         from lockstep.testing.faults import inject_from_environment
 
@@ -43,6 +42,22 @@ def run_program(words: list[str]) -> None:
         _run_hiding_own_frames(_run_module, words[1:])
     else:
         _run_hiding_own_frames(_run_script, words)
+
+
+def _install() -> None:
+    """Install, and keep what that has loaded out of garbage collections: it stays anyhow, and to look through it takes
+    a good part of the time in which a program starts and ends.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        from lockstep.install import install
+
+        install()
+        gc.freeze()
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _forget_own_main() -> None:

@@ -8,6 +8,7 @@ watched by ``lockstep.launch``; several hosts meet through torch's elastic launc
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import math
 import os
@@ -125,6 +126,7 @@ def launch(words: Sequence[str]) -> int:
         os.environ.update(
             rank_environment(os.environ, int(args.nproc_per_node), is_one_host=args.is_supervised),
         )
+        gc.freeze()  # torch, which is here to stay; the launcher is away sooner if no collection looks through it
         if args.is_supervised:
             return supervise(_job(args, words))
     except (BadUse, CannotStart, PortTaken) as error:
