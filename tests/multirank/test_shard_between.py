@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ import lockstep
 from multirank.compare import assert_close
 from multirank.harness import lockstep_only, run_ranks
 from multirank.models import CASES, MLP, shard
-from multirank.shard_training import gradients, parameters, shard_by_blocks, whole_gradients, whole_parameters
+from multirank.shard_training import gradients, parameters, shard_by_blocks, whole, whole_gradients, whole_parameters
 
 pytestmark = lockstep_only
 MODES = ("eager", "compiled")
@@ -363,3 +364,72 @@ def compare_after_training(how: str) -> None:
 @pytest.mark.parametrize("how", MODES)
 def test_a_loop_with_all_of_it(how: str) -> None:
     run_ranks(2, compare_after_training, how)
+
+
+class Shallow(nn.Module):
+    """May leave its last layers out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.depth = 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[: self.depth]:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def stop_early(how: str) -> None:
+    """A layer that was gathered ahead, and then not run, is not used after an update as it was before."""
+    torch.manual_seed(0)
+    module = Shallow().double()
+    reference = copy.deepcopy(module)
+    called = compiled(shard_by_blocks(module), how)
+    mine, theirs = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (module, reference))
+    x = torch.randn(2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for step in range(3):
+        for model, subject in ((module, called), (reference, reference)):
+            model.depth = 4
+            subject(x).square().mean().backward()
+            model.depth = 2
+            with torch.no_grad():
+                subject(x)
+        assert_close(whole_gradients(module), gradients(reference), f"step {step}")
+        for layer in module.layers if how == "eager" else ():
+            store = layer._lockstep_unit.stores[0]  # type: ignore[union-attr]
+            assert store._buffer.untyped_storage().nbytes() == 0  # type: ignore[union-attr]
+        for optimizer in (mine, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close(whole_parameters(module), parameters(reference), how)
+
+
+@pytest.mark.parametrize("how", MODES)
+def test_an_evaluation_that_ends_early(how: str) -> None:
+    run_ranks(2, stop_early, how)
+
+
+def copy_state() -> None:
+    module = shard_by_blocks(Shallow())
+    module(torch.ones(2, 6)).sum().backward()
+    copied = copy.deepcopy(module.state_dict())
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=False)
+    before = whole_parameters(module)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(1.0)
+    for name, value in before.items():
+        assert value is not None
+        assert torch.equal(whole(copied[name]), value)
+        assert torch.equal(whole(saved[name]), value)
+    module.load_state_dict(copied)
+    assert_close(whole_parameters(module), before, "loaded")
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_state_dict_is_copied_and_saved(world: int) -> None:
+    run_ranks(world, copy_state)

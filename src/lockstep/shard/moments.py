@@ -50,7 +50,7 @@ def before_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs:
     if is_first:
         for following in root.next_in_forward(unit):
             if following is not unit and not torch_private.in_backward():
-                following.start_gather()
+                following.start_ahead()
     return _watch_inputs(unit, args, kwargs)
 
 
@@ -135,7 +135,7 @@ def _before_backward(unit: Unit) -> None:
             unit.wait()
         for following in root.next_in_backward(unit):
             if following.gathers_in_backward:
-                following.start_gather()
+                following.start_ahead()
 
 
 @torch_private.leave_to_python

@@ -143,6 +143,9 @@ class Root:
         self.running = None
         self.timeline.record("forward", self._forward_start, now())
         if not torch.is_grad_enabled():
+            for unit in self.units:
+                if unit.is_ahead:  # the forward has ended before it came to this one, and no backward will free it
+                    unit.reshard()
             return
         for team in self.teams:
             # Only where some were unused before: what is not searched for leaves at the end of the backward.

@@ -10,6 +10,7 @@ autograd, so filling it is not a change that a recorded graph would complain of.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ class FlatStore:
             if self._pins and device.type == "cpu":
                 home = home.pin_memory()
             for parameter, cut in zip(self.parameters, self.layout.cuts, strict=True):
-                place = torch_private.alias(home, *cut.shard(self.rank))
+                place = _part(home, *cut.shard(self.rank))
                 place.copy_(parameter.local)
                 torch_private.set_local(parameter.sharded, place)
         self.home = home
@@ -252,6 +253,20 @@ class FlatStore:
         """Give the memory of the whole back."""
         if self._buffer is not None and not self.is_alias:
             self._buffer.untyped_storage().resize_(0)
+
+
+def _part(home: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+    """A part of a buffer that begins where its own storage begins, in the same memory.
+
+    A DTensor takes over where its local part begins; one that begins elsewhere can be neither copied nor saved, since
+    it seems to have memory of its own.
+    """
+    size = home.element_size()
+    num_bytes = size * prod(shape)
+    if not num_bytes:
+        return home.new_empty(tuple(shape))
+    storage = home.untyped_storage()[size * offset : size * offset + num_bytes]
+    return home.new_empty(0).set_(storage, 0, tuple(shape), tuple(stride))  # type: ignore[call-overload,no-any-return]
 
 
 class GroupMemory:

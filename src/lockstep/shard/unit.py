@@ -95,6 +95,7 @@ class Unit:
         self.gather_log: GatherLog | None = None  # of its team
         self.links = Links(mesh, own_scatter_group=False)  # until there is a root, with its own way to watch
         self.residence = Residence.SHARDED
+        self.is_ahead = False  # on its way, or there, for a forward that has not come yet
         self.phase = Phase.IDLE
         # What the program chose; a reshard_after_forward that it left open is True, except for the root.
         self.reshard_after_forward = reshard_after_forward
@@ -231,6 +232,12 @@ class Unit:
 
     # ---------------------------------------------------------------- gather and free
 
+    def start_ahead(self) -> None:
+        """Start gathering for a forward or backward that will probably come next."""
+        if self.residence is Residence.SHARDED:
+            self.start_gather()
+            self.is_ahead = True
+
     def start_gather(self) -> None:
         """Start gathering, if it is not there or on its way."""
         if self.residence is not Residence.SHARDED or not self.parameters:
@@ -272,6 +279,7 @@ class Unit:
     def wait(self) -> None:
         """Let the modules have the whole parameters."""
         self.start_gather()
+        self.is_ahead = False
         if self.residence is not Residence.GATHERING:
             return
         start = now()
@@ -287,6 +295,7 @@ class Unit:
 
     def reshard(self) -> None:
         """Let the modules have their shards, and free the whole."""
+        self.is_ahead = False
         if self.residence is Residence.GATHERING:
             for store in self.stores:
                 store.finish(self.links.gather, self.moment)
@@ -299,8 +308,10 @@ class Unit:
         self.residence = Residence.SHARDED
 
     def refresh(self) -> None:
-        """Before it is used again without having been freed: the shards may have been updated since."""
-        if self.residence is Residence.FULL and self._versions != [self.versions_of(store) for store in self.stores]:
+        """Before it is used while it is there, or on its way: the shards may have been updated since."""
+        if self.residence is Residence.SHARDED:
+            return
+        if self._versions != [self.versions_of(store) for store in self.stores]:
             self.reshard()
 
     def versions_of(self, store: FlatStore | OwnStore) -> list[int]:
