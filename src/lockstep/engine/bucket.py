@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from operator import attrgetter
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -228,6 +229,23 @@ class LiveBucket:
 
 
 _data_of = attrgetter("parameter")
+_grad_of = attrgetter("parameter.grad")
+_is_taken = attrgetter("is_taken")
+
+
+def are_all_none(values: Iterable[object]) -> bool:
+    """Whether there is nothing among these; a loop in C, since it is asked of every parameter in every window."""
+    return all(map(is_, values, repeat(None)))
+
+
+def have_no_gradient(slots: Iterable[Slot]) -> bool:
+    """Whether nothing lies in ``.grad`` of any of them."""
+    return are_all_none(map(_grad_of, slots))
+
+
+def are_all_taken(slots: Iterable[Slot]) -> bool:
+    """Whether the gradients of all of them lie in the flat buffer."""
+    return all(map(_is_taken, slots))
 
 
 def has_lost_hook(slot: Slot) -> bool:

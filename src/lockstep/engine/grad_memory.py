@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lockstep import torch_private
-from lockstep.engine.bucket import LiveBucket, Slot, flatten_gradient, local_tensor
+from lockstep.engine.bucket import LiveBucket, Slot, flatten_gradient, have_no_gradient, local_tensor
 from lockstep.engine.grad_results import Results
 from lockstep.engine.grads import move_out_of
 from lockstep.engine.memory import NOTHING, GradOwnership
@@ -175,12 +175,11 @@ class GradMemory:
     @staticmethod
     def _accumulated(slots: Sequence[Slot]) -> list[Tensor | None] | None:
         """What lies in .grad of each parameter; None if nothing does."""
-        gradients = [slot.parameter.grad for slot in slots]
-        return gradients if any(g is not None for g in gradients) else None
+        return None if have_no_gradient(slots) else [slot.parameter.grad for slot in slots]
 
     def can_fold(self, slots: Sequence[Slot]) -> bool:
         """Whether what lies in ``.grad`` can be added to a buffer of plain numbers."""
-        return all(
+        return have_no_gradient(slots) or all(
             (g := slot.parameter.grad) is None or not (g.is_sparse or g.requires_grad or slot.is_dtensor)
             for slot in slots
         )
@@ -284,7 +283,7 @@ class GradMemory:
                 sources.append(local_tensor(gradient).detach())
                 targets.append(view)
         if sources:
-            torch_private.foreach_copy(targets, sources)
+            torch_private.foreach_copy(list(targets), list(sources))
             if scale != 1.0:
                 torch_private.foreach_mul(targets, scale)
 
@@ -382,6 +381,10 @@ def _copy_by_kind(
     if not (all_row_major and all(map(Tensor.is_contiguous, sources))):
         same_order = [s.stride() == t.stride() for s, t in zip(sources, targets, strict=True)]
         kinds = list(zip(dtypes, same_order, strict=True))
-    for kind in dict.fromkeys(kinds):
+    found = dict.fromkeys(kinds)
+    if len(found) == 1:
+        torch_private.foreach_copy(list(targets), list(sources))
+        return
+    for kind in found:
         chosen = [k == kind for k in kinds]
         torch_private.foreach_copy(list(compress(targets, chosen)), list(compress(sources, chosen)))

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lockstep import torch_private
-from lockstep.engine.bucket import LiveBucket, Slot, local_tensor
+from lockstep.engine.bucket import LiveBucket, Slot, are_all_none, are_all_taken, local_tensor
 from lockstep.engine.memory import NOTHING, GradOwnership
 
 if TYPE_CHECKING:
     from lockstep.engine.grad_memory import GradMemory
+
+_parameter_of, _held_of, _is_dtensor = attrgetter("parameter"), attrgetter("held"), attrgetter("is_dtensor")
+_grad_of, _dtype_of, _requires_grad = attrgetter("grad"), attrgetter("dtype"), attrgetter("requires_grad")
 
 
 class Results:
@@ -84,6 +88,8 @@ class Results:
 
     def _put_back(self, bucket: LiveBucket, flat: Tensor) -> bool:
         """Hand out the usual way: all was taken, and lies in the buffer.  False where anything is otherwise."""
+        if self._put_first(bucket, flat):
+            return True
         base, size, dtype = flat.data_ptr(), flat.element_size(), flat.dtype
         views = bucket.parts
         for position, slot in enumerate(bucket.slots):
@@ -104,6 +110,27 @@ class Results:
             ):
                 return False
             parameter.grad = held
+            slot.dirty = False
+        return True
+
+    def _put_first(self, bucket: LiveBucket, flat: Tensor) -> bool:
+        """The same where graphs delivered everything and ``.grad`` was empty before: all slots are asked at once."""
+        if self._memory.ownership is GradOwnership.OWN or self._memory.is_shared:
+            return False
+        slots = bucket.slots
+        parameters = list(map(_parameter_of, slots))
+        if (
+            not are_all_none(map(_held_of, slots))
+            or not are_all_taken(slots)
+            or any(map(_is_dtensor, slots))
+            or not all(map(_requires_grad, parameters))
+            or set(map(_dtype_of, parameters)) != {flat.dtype}
+            or not are_all_none(map(_grad_of, parameters))
+        ):
+            return False
+        views = bucket.views(flat) if bucket.parts is None else bucket.parts
+        for slot, parameter, view in zip(slots, parameters, views, strict=True):
+            parameter.grad = view
             slot.dirty = False
         return True
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lockstep import errors, torch_private
 from lockstep.agree.beat import Place
-from lockstep.engine.bucket import LiveBucket, Slot
+from lockstep.engine.bucket import LiveBucket, Slot, are_all_none, are_all_taken
 from lockstep.engine.exchange import CommHook, Exchange, HookExchange, MeanExchange
 from lockstep.engine.memory import NOTHING, Memory
 from lockstep.engine.nonfinite import Finiteness
@@ -140,9 +140,7 @@ class Reducer:
     @staticmethod
     def _is_full(bucket: LiveBucket, gradients: Sequence[Tensor | None]) -> bool:
         """Whether everything was taken into the buffer already, and nothing came since."""
-        if not bucket.has_taken or any(gradient is not None for gradient in gradients):
-            return False
-        return all(slot.is_taken for slot in bucket.slots)
+        return bucket.has_taken and are_all_none(gradients) and are_all_taken(bucket.slots)
 
     def land_unordered(self) -> None:
         """Finish what is under way before the next collective, if a hook's own ones might come in between.

@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ from lockstep.engine.registry import slot_of
 from lockstep.engine.states import Kind
 from lockstep.engine.step import SyncStep, will_accumulate
 
+_parameter_of, _requires_grad = attrgetter("parameter"), attrgetter("parameter.requires_grad")
+_accumulator_of = attrgetter("accumulator")
 _RUN = "lockstep run"  # in the metadata of an autograd node
 
 
@@ -231,7 +234,7 @@ def _why_not(step: SyncStep, part: Part, gradients: Sequence[Tensor]) -> str:
         return "distributed autograd keeps gradients elsewhere"
     if not memory.can_fold(part.slots):
         return "what lies in .grad cannot be added to it"
-    parameters = [slot.parameter for slot in part.slots]
+    parameters = list(map(_parameter_of, part.slots))
     if not torch_private.only_hooks_are_ours(parameters):
         return "hooks of your own look at its gradient"
     if not _will_accumulate_all(part.slots):
@@ -241,9 +244,9 @@ def _why_not(step: SyncStep, part: Part, gradients: Sequence[Tensor]) -> str:
 
 def _will_accumulate_all(slots: Sequence[Slot]) -> bool:
     """Whether this backward ends in ``.grad`` of all of them; not of those that were frozen since the forward."""
-    if not all(slot.parameter.requires_grad for slot in slots):
+    if not all(map(_requires_grad, slots)):
         return False
-    nodes = [slot.accumulator for slot in slots]
+    nodes = list(map(_accumulator_of, slots))
     return (None not in nodes and torch_private.will_run_all(nodes)) or all(map(will_accumulate, slots))
 
 
