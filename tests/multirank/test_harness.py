@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from multirank.harness import expect_errors, run_outcomes, run_ranks
+from multirank.mixes import Together
 
 
 def reduce_ranks(scale: float) -> tuple[int, torch.Tensor]:
@@ -92,3 +93,30 @@ def test_a_rank_that_dies_is_reported_with_its_exit_status() -> None:
 def test_a_function_without_an_importable_name_is_refused() -> None:
     with pytest.raises(ValueError, match="top of a module"):
         run_ranks(2, lambda: None)
+
+
+def fail_in_the_mode_of_its_name(name: str, mode: str, backend: str) -> list[str]:
+    if mode == name:
+        raise ValueError("this mode fails")
+    return [mode]
+
+
+def test_a_mode_that_fails_beside_others_is_the_one_that_fails() -> None:
+    together = Together.of(fail_in_the_mode_of_its_name, "second", ("first", "second", "third"), "", 2)
+    assert together.digests("first") == [["first"]] * 2
+    with pytest.raises(AssertionError, match="this mode fails"):
+        together.digests("second")
+    assert together.digests("third") == [["third"]] * 2
+
+
+def fail_after_another(name: str, mode: str, backend: str) -> list[str]:
+    if os.environ.setdefault("MODE_BEFORE", mode) != mode:
+        raise ValueError("something was left by the mode before")
+    return [mode]
+
+
+def test_modes_that_fail_only_beside_each_other_fail() -> None:
+    together = Together.of(fail_after_another, "any", ("first", "second"), "", 2)
+    assert together.digests("first") == [["first"]] * 2
+    with pytest.raises(AssertionError, match="each mode passes alone"):
+        together.digests("second")
