@@ -45,6 +45,15 @@ def run_program(words: list[str]) -> None:
         _run_hiding_own_frames(_run_script, words)
 
 
+def _begin() -> None:
+    """Come to the first moment of a rank once more, for the faults that wait for it: they are there only now."""
+    from lockstep import settings
+    from lockstep.observe import moments
+
+    if settings.inject():
+        moments.reached(moments.StepMoment.STARTED)
+
+
 def _forget_own_main() -> None:
     """Empty ``__main__``: the user's program gets this very module object, as python would give it."""
     namespace = sys.modules["__main__"].__dict__
@@ -93,6 +102,7 @@ def _run_hiding_own_frames(run: Callable[[list[str]], None], words: list[str]) -
     from lockstep.launch import inside
 
     try:
+        _begin()
         run(words)
     except BaseException as failure:
         inside.note_error(failure, _without_leading_frames(failure.__traceback__))
