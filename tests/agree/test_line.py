@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import subprocess
+import sys
 import threading
 from time import monotonic, sleep
 from typing import Any
@@ -12,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.agree.board import Board
-from lockstep.agree.line import Line, read
+from lockstep.agree.line import Line, end_threads, read
 from lockstep.agree.pulse import Pulse
 from lockstep.errors import PeerLate, StoreSilent
 
@@ -57,6 +60,39 @@ def test_an_answer_comes_back_and_silence_is_an_error_that_ends() -> None:
     store.is_open.set()
     # What was given up is either done or dropped, and the line works again.
     assert line.ask(lambda s: s.add("number", 1), 60) in (3, 4)
+
+
+HOST = """
+import time, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(100_000)
+"""
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_line_ends_while_the_host_of_its_store_stands_still(held: bool) -> None:
+    host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)
+    try:
+        assert host.stdout is not None
+        store = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False)
+        line = Line(store, period=1000)
+        assert line.ask(lambda s: s.add("number", 2), 60) == 2
+        thread = line._thread
+        host.send_signal(signal.SIGSTOP)
+        with pytest.raises(StoreSilent):
+            line.ask(lambda s: s.add("number", 1), 0.2)
+        if held:
+            line.close(0.2)
+        else:
+            del line
+            gc.collect()
+            end_threads(0.2)
+        thread.join(60)
+        assert not thread.is_alive()
+    finally:
+        host.kill()
+        host.communicate()
 
 
 def test_errors_come_back_and_a_broken_store_is_known_as_such() -> None:

@@ -239,6 +239,15 @@ def test_the_environment_variable_reaches_the_ranks(tmp_path: Path) -> None:
     assert "LOCKSTEP_INJECT" not in os.environ
 
 
+@pytest.mark.multirank
+def test_the_first_moment_of_a_rank_comes_before_the_program(tmp_path: Path) -> None:
+    script = write_script(tmp_path / "train.py", "print('here')\n")
+    words = ["--report-dir", tmp_path, "--inject", "raise:moment=started"]
+    done = run_command([*LOCKSTEP, "run", *words, script])
+    assert (done.exit_code, done.output) == (1, "")
+    assert "raised Fault: injected at started" in done.errors
+
+
 @pytest.mark.parametrize("rank", [1, -1, "0", True])
 def test_a_rank_that_there_is_not_is_an_error(world_of_one: None, rank: Any) -> None:
     with pytest.raises(ValueError, match="rank is"), inject.fault(StepMoment.BACKWARD, inject.raises, rank=rank):

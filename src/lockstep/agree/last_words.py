@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 from lockstep.agree import pulse as pulses
 from lockstep.agree.beat import Words, words_of
 from lockstep.agree.leaving import abandon_groups, has_abandoned
+from lockstep.agree.line import end_threads
 from lockstep.agree.lookout import keep_lookout
 
 logger = logging.getLogger("lockstep")
@@ -186,6 +187,7 @@ def _end() -> None:
             pulse.end_with(_words_at_the_end(pulse, is_amid), _TELLING_SECONDS)
             pulse.stay_until_heard()
         pulse.line.close(_CLOSING_SECONDS)
+    end_threads(_CLOSING_SECONDS)
 
 
 def _error_at_the_end() -> BaseException | None:

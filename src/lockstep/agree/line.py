@@ -120,10 +120,7 @@ class Line:
         """End the thread, at the end of the process: one that came back from the store after it would abort it."""
         if self.is_ours:
             self._shared.jobs.put(None)
-            self._thread.join(seconds)
-            if self._thread.is_alive():
-                hang_up(port_of(self._shared.store))
-                self._thread.join(seconds)
+            _end_thread(self._thread, self._shared.store, seconds)
 
     @property
     def is_wanted(self) -> bool:
@@ -141,11 +138,43 @@ class Line:
             self._shared.jobs.put(_Job(_turn))
 
 
+# The threads that are at work, and the store of each: also of lines that nobody holds any more.
+_at_work: dict[threading.Thread, Any] = {}
+
+
+def end_threads(seconds: float) -> None:
+    """End what is left of lines that nobody holds, at the end of the process."""
+    for thread, store in list(_at_work.items()):
+        _end_thread(thread, store, seconds)
+
+
+def _end_thread(thread: threading.Thread, store: Any, seconds: float) -> None:
+    """Wait for a thread that was told to end; one that is inside a store that stands still is hung up on."""
+    thread.join(seconds)
+    if thread.is_alive():
+        hang_up(port_of(store))
+        thread.join(seconds)
+
+
 def _turn(_: Any) -> None:
     """Stands in the queue for a turn; never called."""
 
 
 def _work(
+    shared: _Shared,
+    on_turn: Callable[[Any], None] | None,
+    period: float,
+    on_end: Callable[[Any], None] | None,
+) -> None:
+    thread = threading.current_thread()
+    _at_work[thread] = shared.store
+    try:
+        _take_jobs(shared, on_turn, period, on_end)
+    finally:
+        _at_work.pop(thread, None)
+
+
+def _take_jobs(
     shared: _Shared,
     on_turn: Callable[[Any], None] | None,
     period: float,

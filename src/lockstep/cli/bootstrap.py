@@ -60,6 +60,15 @@ def _install() -> None:
             gc.enable()
 
 
+def _begin() -> None:
+    """Come to the first moment of a rank once more, for the faults that wait for it: they are there only now."""
+    from lockstep import settings
+    from lockstep.observe import moments
+
+    if settings.inject():
+        moments.reached(moments.StepMoment.STARTED)
+
+
 def _forget_own_main() -> None:
     """Empty ``__main__``: the user's program gets this very module object, as python would give it."""
     namespace = sys.modules["__main__"].__dict__
@@ -108,6 +117,7 @@ def _run_hiding_own_frames(run: Callable[[list[str]], None], words: list[str]) -
     from lockstep.launch import inside
 
     try:
+        _begin()
         run(words)
     except BaseException as failure:
         inside.note_error(failure, _without_leading_frames(failure.__traceback__))

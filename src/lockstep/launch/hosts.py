@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,18 +27,24 @@ from lockstep.launch.facts import Ending, RankFacts
 from lockstep.launch.inside import PARENT_FILE, stack_path
 from lockstep.launch.page import page_path, read_place
 from lockstep.launch.report import Report, write_reports
+from lockstep.launch.run_folder import make_run_folder
 from lockstep.launch.summary import ranks_table
 from lockstep.launch.supervise import Reaper, shell_exit_code
 from lockstep.launch.words import read_words
 
 EXIT_NO_RENDEZVOUS = 1
+EXIT_NO_FOLDER = 2
 
 
 def run_on_hosts(args: argparse.Namespace, command: Sequence[str], report_dir: Path) -> int:
     """Run this host's part of a job to its end; the status for the shell."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # so that there is time to clean up
-    root = Path(tempfile.mkdtemp(prefix="lockstep-run-"))
+    try:
+        root = make_run_folder()
+    except OSError as error:
+        print(f"lockstep run: error: no temporary folder can be made: {error}", file=sys.stderr)
+        return EXIT_NO_FOLDER
     folder = root / "ranks"
     folder.mkdir()
     (folder / PARENT_FILE).write_text(str(os.getpid()))

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from lockstep.launch import reaper
 from lockstep.launch.attempt import Attempt, Ended, Limits, Outcome, say, show
 from lockstep.launch.facts import signal_name
 from lockstep.launch.report import Report, write_reports
+from lockstep.launch.run_folder import make_run_folder
 from lockstep.launch.signals import Signals
 from lockstep.launch.spawn import CannotStart, Program, mark_of
 from lockstep.launch.summary import attempts_table, ranks_table
@@ -43,7 +43,7 @@ def supervise(job: Job) -> int:
     signals.listen()
     attempts: list[Ended] = []
     try:
-        root = Path(tempfile.mkdtemp(prefix="lockstep-run-"))
+        root = make_run_folder()
     except OSError as error:
         raise CannotStart(f"no temporary folder can be made: {error}") from error
     guard = Reaper()

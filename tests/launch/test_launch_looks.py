@@ -1,0 +1,80 @@
+"""What the launcher looks for once a second, with ranks that are played."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.launch import attempt as attempts
+from lockstep.launch import processes
+from lockstep.launch.attempt import Attempt, Limits
+from lockstep.launch.facts import Ending, RankFacts
+from lockstep.launch.signals import Signals
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(attempts, "say", lines.append)
+    return lines
+
+
+@pytest.fixture
+def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setenv("LOCKSTEP_HEARTBEAT_TIMEOUT", "30")
+    made: Any = Attempt(None, 0, tmp_path, Signals(""), Limits(), 0)  # type: ignore[arg-type]
+    made._ranks = [RankFacts(rank, 100 + rank, "host") for rank in range(3)]
+    yield made
+    made._store.close()
+
+
+def stop(monkeypatch: pytest.MonkeyPatch, *pids: int) -> None:
+    monkeypatch.setattr(processes, "is_stopped", lambda pid: pid in pids)
+
+
+def test_a_stopped_rank_is_told_of_and_then_the_cause(
+    attempt: Any, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop(monkeypatch, 101)
+    causes = [attempt._look_for_stopped() for _ in range(41)]
+    (line,) = said
+    assert "rank 1 (pid 101) is stopped, and the others wait for it; kill -CONT 101" in line
+    assert causes[:39] == [None] * 39  # the ranks themselves come first
+    assert causes[39].rank == 1
+    assert "is stopped (SIGSTOP or a debugger) for 40 s" in causes[39].text
+
+
+def test_a_rank_that_goes_on_in_time_or_a_job_that_is_paused_is_no_fault(
+    attempt: Any, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(3):
+        stop(monkeypatch, 101)
+        assert not any(attempt._look_for_stopped() for _ in range(39))
+        stop(monkeypatch)
+        assert attempt._look_for_stopped() is None
+    stop(monkeypatch, 100, 101, 102)
+    assert not any(attempt._look_for_stopped() for _ in range(1000))
+
+
+def test_the_deadline_of_stopped_ranks_can_be_switched_off(
+    attempt: Any, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_HEARTBEAT_TIMEOUT", "0")
+    stop(monkeypatch, 102)
+    assert not any(attempt._look_for_stopped() for _ in range(1000))
+    assert len(said) == 1
+
+
+def test_a_rank_that_goes_on_long_after_the_others_is_told_of_once(attempt: Any, said: list[str]) -> None:
+    for _ in range(200):
+        attempt._look_for_left()
+    assert not said  # all are running
+    attempt._ranks[0].exit_code, attempt._ranks[0].ending = 0, Ending.DONE
+    for _ in range(200):
+        attempt._look_for_left()
+    (line,) = said
+    assert "still running 60 s after others have ended well: rank 1 (pid 101), last seen in" in line
+    assert "rank 2 (pid 102)" in line
