@@ -29,9 +29,12 @@ def loss_of(model: Any, batch: Any) -> Any:
     return F.mse_loss(model(batch["x"]), batch["y"])
 
 
-def make(mode: str, path: str = "", width: int = 16, cap: float | None = ONE_EACH, **options: Any) -> Any:
+def make(
+    mode: str, path: str = "", width: int = 16, cap: float | None = ONE_EACH, sharded: bool = False, **options: Any
+) -> Any:
     torch.manual_seed(3)
-    model = lockstep.DDP(Mlp(width), bucket_cap_mb=cap)
+    module = Mlp(width)
+    model = lockstep.fully_shard(module) if sharded else lockstep.DDP(module, bucket_cap_mb=cap)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2.0**-7)
     options = {"accumulate": 2, "clip_norm": 0.05, "mode": mode, **options}
     if path:
@@ -46,10 +49,11 @@ def train(step: Any, num_calls: int = NUM_CALLS) -> list[Tensor]:
         generator = torch.Generator().manual_seed(1000 * index + dist.get_rank())
         batch = {"x": torch.randn(5, 6, generator=generator), "y": torch.randn(5, 4, generator=generator)}
         losses.append(step(batch))
-    return [*losses, *(p.detach().clone() for p in step._options.model.parameters())]
+    parameters = [p.detach() for p in step._options.model.parameters()]
+    return [*losses, *((p.to_local() if hasattr(p, "to_local") else p).clone() for p in parameters)]
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    train(make(os.environ.get("TEST_MODE", "graph")), 1000)
+    train(make(os.environ.get("TEST_MODE", "graph"), sharded="TEST_SHARDED" in os.environ), 1000)
     raise AssertionError("precompile leaves the script before it ends")

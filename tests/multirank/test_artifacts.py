@@ -101,6 +101,22 @@ def test_ranks_save_what_they_compiled_with_the_plan_they_chose(mode: str, tmp_p
         assert same_bits(mine, theirs)
 
 
+def test_an_artifact_of_a_sharded_model(tmp_path: Path) -> None:
+    """What is compiled for rank 0 is found by the ranks whose shards are as large as its own."""
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "TEST_SHARDED": "1"}
+    done = run_command(
+        [*LOCKSTEP, "precompile", SCRIPT, "--world", "2", "--out", tmp_path], env=environment, limit_s=LIMIT_S
+    )
+    assert done.exit_code == 0, done
+    path, warm = str(tmp_path / "step-0.lockstep"), str(tmp_path / "warm")
+    options = {"sharded": True, "preload": PRELOAD, "limit_s": LIMIT_S}
+    loaded = run_ranks(2, run_step, "graph", path, warm, **options)
+    by_loop = run_ranks(2, run_step, "loop", "", warm, **options)
+    for mine, right in zip(loaded, by_loop, strict=True):
+        assert (mine["misses"], mine["hits"], mine["built"]) == (0, 2, 0), mine["text"]
+        torch.testing.assert_close(mine["ends"], right["ends"])
+
+
 # ---------------------------------------------------------------- all ranks, or none
 
 

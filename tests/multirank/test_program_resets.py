@@ -17,14 +17,14 @@ PRELOAD = ("torch.fx.experimental.proxy_tensor",)
 MICRO = 3
 
 
-def made(mode: str, accumulate: int) -> tuple[Any, Any, Any]:
+def made(mode: str, accumulate: int, sharded: bool = False) -> tuple[Any, Any, Any]:
     import lockstep
     from lockstep import torch_private
 
     torch_private.compile_program = lambda graph, *_: graph
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    model = lockstep.DDP(module, bucket_cap_mb=1e-5)
+    model = lockstep.fully_shard(module) if sharded else lockstep.DDP(module, bucket_cap_mb=1e-5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = lockstep.TrainStep(model, optimizer, lambda m, x: m(x).square().mean(), accumulate=accumulate, mode=mode)
     return model, optimizer, step
@@ -39,8 +39,8 @@ def run(step: Any, num: int) -> None:
         step(batch(index))
 
 
-def reset_alone(mode: str) -> None:
-    _, _, step = made(mode, MICRO)
+def reset_alone(mode: str, sharded: bool = False) -> None:
+    _, _, step = made(mode, MICRO, sharded)
     run(step, 2 * MICRO + 1)
     if dist.get_rank() == 1:
         step.reset()
@@ -60,6 +60,16 @@ def test_a_reset_on_one_rank_is_an_error_on_all(mode: str) -> None:
         else:
             assert "micro-step 0" in error.text
             assert "micro-step 1" in error.text
+
+
+@pytest.mark.parametrize("mode", ["loop", "graph"])
+def test_a_reset_on_one_rank_of_a_sharded_model_is_an_error_on_all(mode: str) -> None:
+    """Its ranks gather in every micro-batch: nobody may wait there for a rank that is in another one."""
+    errors = expect_errors(2, [0, 1], reset_alone, mode, True, preload=PRELOAD, limit_s=120.0)
+    for error in errors.values():
+        assert error.type_name == "Disagreement", error.text
+        assert "micro-step 0" in error.text
+        assert "micro-step 1" in error.text
 
 
 def go_on(mode: str) -> list[Tensor]:

@@ -16,6 +16,16 @@ from torch import Tensor
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
+def exact(value: Any) -> Hashable:
+    """A number or word as something that is equal to the same one only: True is not 1, and 0.0 is not -0.0."""
+    kind = type(value)
+    if kind is bool:
+        return (kind, value)
+    if kind is float:
+        return (kind, value.hex())
+    return (kind, repr(value)) if kind is complex else value  # type: ignore[no-any-return]
+
+
 def map_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
     """The same tree with every tensor replaced; what is neither a container nor a tensor stays as it is."""
     if isinstance(tree, Tensor):
@@ -64,7 +74,8 @@ class Batch:
     def of(tree: Any) -> Batch:
         opaque: list[str] = []
         key = _key(tree, opaque)
-        return Batch(tree, tuple(tensors_in(tree)), key, opaque[0] if opaque else "")
+        tensors = tuple(tensors_in(tree))
+        return Batch(tree, tensors, (key, _shared_memory(tensors)), opaque[0] if opaque else "")
 
     def rebuilt(self, tensors: list[Tensor]) -> Any:
         """The same tree around other tensors."""
@@ -75,6 +86,18 @@ class Batch:
         """The shapes, as people write them: ``[8, 256] int64, [8] float32``."""
         shapes = [f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in self.tensors]
         return ", ".join(shapes) or "no tensors"
+
+
+def _shared_memory(tensors: tuple[Tensor, ...]) -> Hashable:
+    """Which tensors lie in the same memory: what is written to one of them, the others see."""
+    if len(tensors) < 2:
+        return ()
+    owners = [t.untyped_storage().data_ptr() if t.layout == torch.strided else 0 for t in tensors]
+    if len(set(owners)) == len(owners):
+        return ()
+    return tuple(
+        (owners.index(owner), t.storage_offset() if owner else 0) for owner, t in zip(owners, tensors, strict=True)
+    )
 
 
 def _key(tree: Any, opaque: list[str]) -> Hashable:
@@ -90,6 +113,6 @@ def _key(tree: Any, opaque: list[str]) -> Hashable:
     if is_dataclass(tree) and not isinstance(tree, type):
         return (type(tree), tuple((f.name, _key(getattr(tree, f.name), opaque)) for f in fields(tree)))
     if isinstance(tree, _PLAIN):
-        return (type(tree), tree)
+        return (type(tree), exact(tree))
     opaque.append(type(tree).__qualname__)
     return (type(tree), id(tree))

@@ -27,9 +27,10 @@ from lockstep.observe.moments import StepMoment, listeners, reached
 from lockstep.observe.timeline import now
 from lockstep.program.batch import Batch, map_tensors
 from lockstep.program.cuda import Inbox, Machine, Mark, Recording
-from lockstep.program.guards import HostRandomness, Surroundings, TrainedInWindow, memory_of, optimizer_settings, trains
+from lockstep.program.guards import Surroundings, TrainedInWindow, memory_of, optimizer_settings, trains
 from lockstep.program.optimizers import Rates, keeps_python_state, load_kernels, move_step_counts
 from lockstep.program.places import shown
+from lockstep.program.randomness import HostRandomness
 from lockstep.program.reasons import JOINED, takes_rate_as_tensor
 from lockstep.program.recipe import Recipe
 from lockstep.program.record import Record
@@ -101,7 +102,7 @@ class Captured:
         restless = self._restless.look(key, batch, is_new=program is None and not self._seen[key])
         if restless and not self._never:
             self._record.fall_back(restless)
-        is_other = self._trained.has_changed(self._recipe.parameters, index)
+        is_other = self._trained.has_changed(self._recipe.parameters, index) or self._surroundings.forbid(self._record)
         can = not is_other and (program is not None or self._may_capture(key, batch))
         if self._recipe.parallel.is_joined:
             self._record.fall_back(JOINED)

@@ -9,8 +9,6 @@ before and after.
 from __future__ import annotations
 
 import os
-import random
-import sys
 from collections.abc import Hashable, Sequence
 from operator import methodcaller
 from typing import Any
@@ -19,7 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import torch_private
+from lockstep.program.batch import exact
 from lockstep.program.recipe import Recipe
+from lockstep.program.record import Record
+from lockstep.program.torch_state import TORCH_STATE, why_not_now
 from lockstep.program.world import World
 
 _PLAIN = (int, float, bool, str, type(None))
@@ -41,12 +42,12 @@ class ModuleGuard:
 
     def values(self) -> tuple[Any, ...]:
         """All of them as they are now."""
-        return tuple([entries.get(name) for entries, name, _ in self._places])
+        return tuple([exact(entries.get(name)) for entries, name, _ in self._places])
 
     def changed(self, before: tuple[Any, ...]) -> list[str]:
         """The names of those that are not what they were."""
         pairs = zip(self._places, before, self.values(), strict=True)
-        return [shown for (_, _, shown), old, new in pairs if old is not new and old != new]
+        return [shown for (_, _, shown), old, new in pairs if old != new]
 
 
 # What a compiler writes into the environment while it compiles; no forward reads that.
@@ -83,7 +84,16 @@ class Surroundings:
 
     def values(self) -> tuple[Any, ...]:
         """All of it as it is now; another value means another program."""
-        return (self.numbers.values(), self._world.values(), self._hooks(), self._environment.value())
+        around = tuple([read() for _, read in TORCH_STATE])
+        return (self.numbers.values(), self._world.values(), self._hooks(), self._environment.value(), around)
+
+    @staticmethod
+    def forbid(record: Record) -> bool:
+        """Whether this call, as it is made, is none for a program; the reason is noted."""
+        reason = why_not_now()
+        if reason:
+            record.fall_back(reason)
+        return bool(reason)
 
     def changed(self, before: tuple[Any, ...]) -> str:
         """Say what a step has changed by itself, which no program can follow; empty if nothing."""
@@ -115,6 +125,9 @@ class Surroundings:
         variables = sorted({os.fsdecode(name) for name, _ in before[3] ^ self._environment.value()})
         if variables:
             return f"{', '.join(variables[:5])} (of the environment)", False
+        settings = [name for (name, read), old in zip(TORCH_STATE, before[4], strict=True) if read() != old]
+        if settings:
+            return f"{', '.join(settings[:5])} (of torch)", False
         return "what hooks there are, or what the model consists of", False
 
     def objects(self) -> list[Any]:
@@ -196,34 +209,3 @@ class TrainedInWindow:
             self.as_it_began, self._has_changed = now, False
         self._has_changed = self._has_changed or now != self.as_it_began
         return self._has_changed
-
-
-class HostRandomness:
-    """The random numbers of the host, which a program cannot draw: Python's, NumPy's and those of torch on the CPU."""
-
-    def __init__(self) -> None:
-        self._python = random.getstate()
-        self._torch = torch.get_rng_state()
-        numpy = sys.modules.get("numpy")
-        self._numpy: Any = numpy.random.get_state() if numpy is not None else None
-
-    def drawn(self) -> list[str]:
-        """Whose random numbers were drawn since."""
-        found = []
-        if random.getstate() != self._python:
-            found.append("Python's random")
-        if not torch.equal(torch.get_rng_state(), self._torch):
-            found.append("torch's generator of the CPU")
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and self._numpy is not None:
-            now = numpy.random.get_state()
-            if now[2] != self._numpy[2] or (now[1] != self._numpy[1]).any():
-                found.append("NumPy's random")
-        return found
-
-    def restore(self) -> None:
-        """Undo the drawing."""
-        random.setstate(self._python)
-        torch.set_rng_state(self._torch)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)

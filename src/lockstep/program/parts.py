@@ -49,6 +49,11 @@ class Parallel:
         return any(wrapper._parts.uneven.is_on for wrapper in self.wrappers)
 
     @property
+    def meets_in_micro_steps(self) -> bool:
+        """Whether ranks exchange something in every micro-step, all of them: a sharded model gathers in each."""
+        return bool(self.sharded) and not any(module._root.attendance.is_joining for module in self.sharded)
+
+    @property
     def device(self) -> torch.device:
         """Where the model is."""
         for tensor in (*self.model.parameters(), *self.model.buffers()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lockstep.program import precompiling
 from lockstep.program.by_bucket import ELEMENTWISE
 from lockstep.program.options import Options
 from lockstep.program.parts import Parallel
@@ -76,7 +77,7 @@ def why_not_now(root: Root) -> str:
         "a communication hook sees whole gradients of the loop": isinstance(team.exchange, HookExchange),
         "join() is in use, and some ranks are out of data": attendance.is_idle or attendance.num_active is not None,
         "ranks of this group have no way to tell each other that they all can": (
-            step.reducer.world > 1 and step.closing.union.control is None
+            step.reducer.world > 1 and step.closing.union.control is None and precompiling.active is None
         ),
     }
     return next((reason for reason, applies in checks.items() if applies), "")

@@ -254,6 +254,12 @@ class TrainStep:
 
     # ---------------------------------------------------------------- state
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "A TrainStep is neither copied nor pickled: it belongs to its model and optimizer. Make another one from "
+            "theirs; state_dict() has what the step itself knows, save() what it compiled."
+        )
+
     def averaged_state_dict(self) -> dict[str, Tensor]:
         """The weight averages under the plain model's names, with the model's buffers as they are."""
         if self._recipe.average is None:
@@ -325,6 +331,8 @@ class _Loop:
             self._record.note("all gradients exist before the update from now on: " + JOINED)
             recipe.by_bucket = None
         if recipe.by_bucket is None:
+            if recipe.options.accumulate > 1 and recipe.parallel.meets_in_micro_steps:
+                self._together.all_can(True, index)  # compares: a rank in another micro-step would gather with this one
             return self._walk(batch, is_last)
         self._together.all_can(True, index)  # compares; see by_bucket.py, [Note: compared before]
         with self._together.compared():

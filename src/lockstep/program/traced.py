@@ -150,6 +150,8 @@ class WholeStep:
 
         with torch.enable_grad(), _plain_forwards(self._recipe):
             result, found = self._run(given, named, backward)
+        if any(leaf.grad is not None for leaf in leaves):
+            raise Untraceable("the loss function runs a backward of its own, which adds to .grad")
         gradients = {id(p): g.detach() for (p, _), g in zip(trained, found, strict=True) if g is not None}
         if self._delivery is not None or self._options.accumulate > 1:
             self._require_all(gradients)

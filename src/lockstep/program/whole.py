@@ -19,10 +19,11 @@ from lockstep.graph.turns import take_turn
 from lockstep.program.batch import Batch, map_tensors
 from lockstep.program.changing import NotTaken
 from lockstep.program.deliver import Delivery, launch_early
-from lockstep.program.guards import HostRandomness, Surroundings, TrainedInWindow, memory_of, optimizer_settings, trains
+from lockstep.program.guards import Surroundings, TrainedInWindow, memory_of, optimizer_settings, trains
 from lockstep.program.optimizers import keeps_python_state, move_step_counts
 from lockstep.program.places import why_not_traced
 from lockstep.program.products import multiply_in_place
+from lockstep.program.randomness import HostRandomness, why_not_so_random
 from lockstep.program.reasons import JOINED
 from lockstep.program.recipe import Recipe
 from lockstep.program.record import Record
@@ -128,6 +129,7 @@ class Whole:
         if restless and not self._never:
             self._record.fall_back(restless)
         is_other = self._trained.has_changed(recipe.parameters, index) or is_kept
+        is_other = self._surroundings.forbid(self._record) or is_other
         program = None if is_other else found
         if program is None and not is_other and self._may_trace(key, batch):
             try:
@@ -299,16 +301,15 @@ class Whole:
             self._delivery.enter()
         whole = WholeStep(recipe, batch, self._delivery, index, is_last)
         inputs = whole.examples(whole.inputs(batch.tensors, recipe.numbers.tensors(), self._sums()))
-        randomness, before = HostRandomness(), self._surroundings.values()
+        randomness, before = HostRandomness(elsewhere=True), self._surroundings.values()
         try:
-            graph = torch_private.trace_program(whole.function(inputs), inputs.flat())
+            with torch_private.noting_seeds() as seeded:
+                graph = torch_private.trace_program(whole.function(inputs), inputs.flat())
         finally:
-            drawn = [name for name in randomness.drawn() if not name.startswith("torch")]
+            drawn = randomness.drawn()
             randomness.restore()
-        if why := why_no_program(graph):
+        if why := why_no_program(graph) or why_not_so_random(graph, drawn, seeded):
             raise Untraceable(why)
-        if drawn:
-            raise Untraceable(f"the step draws random numbers of the host ({', '.join(drawn)})")
         changed = self._surroundings.changed(before)
         if changed:
             raise Untraceable(changed)

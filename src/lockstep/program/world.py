@@ -18,10 +18,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lockstep.program.batch import exact
 from lockstep.program.moving import place_look
 from lockstep.shard import ShardedModule
 
 _PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None)))
+_EXACT = frozenset((int, str, bytes, type(None)))  # those that equal the same value only
 _MOST_DEPTH = 4
 _MOST_ENTRIES = 256  # a longer container is data, and compared by identity
 _STRUCTURE = (
@@ -29,7 +31,7 @@ _STRUCTURE = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
 )
 # What every module has; the rest of its attributes are the program's, also those with a name like _this.
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _MOST_BYTES = 4096  # of an array: a larger one is data
 _Look = Callable[[], Any]
 
@@ -78,7 +80,7 @@ class World:
 
     def _read(self) -> tuple[Hashable, ...]:
         return tuple(
-            [tuple([v if type(v) in _PLAIN else id(v) for v in look()]) for look in self._looks],
+            [tuple([v if type(v) in _EXACT else _known_by(v) for v in look()]) for look in self._looks],
         )
 
     # ---------------------------------------------------------------- what there is to look at
@@ -101,6 +103,11 @@ class World:
                 self._labels.append(label)
             for entry in inner:
                 self._walk(entry, depth if isinstance(value, (nn.Module, type)) else depth + 1, label)
+
+
+def _known_by(value: Any) -> Hashable:
+    """A number exactly as it is, anything else by identity."""
+    return exact(value) if type(value) in _PLAIN else id(value)
 
 
 def _containers(value: Any) -> Iterator[tuple[_Look, list[Any]]]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing import Any
 
+    from lockstep.torch_private.around import *
     from lockstep.torch_private.artifacts import *
     from lockstep.torch_private.autograd import *
     from lockstep.torch_private.backends import *
@@ -34,6 +35,11 @@ if TYPE_CHECKING:
     from lockstep.torch_private.tuning import *
 
 _NAMES_BY_PART = {
+    "around": (
+        "global_hooks",
+        "modes_around",
+        "noting_seeds",
+    ),
     "artifacts": (
         "compile_counts",
         "compiled_libraries",

@@ -145,8 +145,17 @@ def compile_program(
 
 
 def optimizer_has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether somebody has hooks on the steps of this optimizer: they can be added in public, but not seen."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    """Whether somebody looks at the steps of this optimizer: by hooks, which can be added in public, but not seen.
+
+    Or by a function of his own in the place of ``step``; the one that a scheduler puts there only counts.
+    """
+    from torch.optim import optimizer as module
+
+    has_own = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    on_all = [*module._global_optimizer_pre_hooks.values(), *module._global_optimizer_post_hooks.values()]
+    has_global = any(not str(getattr(hook, "__module__", "")).startswith("lockstep.") for hook in on_all)
+    replaced = vars(optimizer).get("step")
+    return has_own or has_global or (replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"))
 
 
 def scaler_tensors(scaler: Any) -> tuple[torch.Tensor, torch.Tensor]:
