@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ class Pulse:
 
     def __init__(self) -> None:
         self.rank, self.world, self.period = 0, 3, 1.0
-        self.line = SimpleNamespace(is_ours=True, is_broken=False)
+        self.line = SimpleNamespace(is_ours=True, is_broken=False, num_answers=0)
         self.has_ended = self.is_waiting = False
         self.step = "step 3"
         self.beats = {1: Beat(1), 2: Beat(1)}
@@ -65,6 +66,7 @@ class Scene:
         self.left: list[BaseException] = []
         monkeypatch.setattr(lookout, "monotonic", lambda: self.now)
         monkeypatch.setattr(lookout, "_place_of_main", lambda pulse: (self.place, pulse.step_words()))
+        monkeypatch.setattr(lookout, "_is_in_collective", lambda: True)
         self.lookout = Lookout(self.pulse, lambda: self.is_excused, self.left.append)  # type: ignore[arg-type]
 
     def turn(self, seconds: int, pace: float = 1.0) -> None:
@@ -143,6 +145,7 @@ def test_time_in_which_this_process_stood_still_does_not_count(scene: Scene) -> 
     scene.pulse.silent = {1, 2}
     scene.turn(20, pace=1000.0)
     assert not scene.left
+    assert scene.lookout._stood <= 2.0 * 20
 
 
 def test_the_deadline_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -206,3 +209,54 @@ def test_one_that_cannot_look_warns_once_and_goes_on(
 def test_it_is_over_with_the_end_of_the_process(scene: Scene) -> None:
     scene.pulse.has_ended = True
     assert not scene.lookout.look()
+
+
+def test_a_store_that_is_heard_late_is_there(scene: Scene) -> None:
+    """A thread that holds the interpreter's lock again and again keeps answers from being heard in time."""
+    scene.pulse.is_store_silent, scene.pulse.host = True, [1]
+    for _ in range(300):
+        scene.pulse.line.num_answers += 1
+        scene.turn(1)
+    assert not scene.left
+
+
+def test_who_had_just_spoken_when_the_store_went_is_no_fault(scene: Scene) -> None:
+    scene.turn(10)
+    scene.pulse.silent = {2}
+    scene.turn(2)
+    scene.pulse.is_store_silent = scene.pulse.line.is_broken = True
+    scene.turn(300)
+    assert not scene.left
+
+
+def test_a_program_that_stands_in_no_collective_is_only_warned(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lookout, "_is_in_collective", lambda: False)
+    scene.pulse.silent = {2}
+    scene.turn(300)
+    assert not scene.left
+    assert caplog.messages
+
+
+@pytest.mark.parametrize(("name", "is_one"), [("wait", True), ("upload", False)])
+def test_what_is_waited_for_is_told_by_the_method(monkeypatch: pytest.MonkeyPatch, name: str, is_one: bool) -> None:
+    """Work that a collective has returned is waited for in C++, below the program's own line."""
+    found = []
+
+    class Work:
+        def __getattr__(self, _: str) -> Any:
+            return self.look
+
+        @staticmethod
+        def look() -> None:
+            frame = sys._getframe(1)
+            monkeypatch.setattr(lookout, "_main_frame", lambda: frame)
+            found.append(lookout._is_in_collective())
+
+    work = Work()
+    if name == "wait":
+        work.wait()
+    else:
+        work.upload()
+    assert found == [is_one]

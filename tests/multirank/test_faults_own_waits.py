@@ -14,7 +14,7 @@ from multirank.test_faults_deaths import start_ranks
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
 
-SOON = {"LOCKSTEP_STALL_SECONDS": "1", "LOCKSTEP_HEARTBEAT_TIMEOUT": "4"}
+SOON = {"LOCKSTEP_STALL_SECONDS": "1", "LOCKSTEP_HEARTBEAT_TIMEOUT": "8"}
 
 # The silent rank is given first, and what happens to it; the others stand in a wait of torch's.
 TRAIN = """
@@ -57,7 +57,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def finish(launches: list[Launch], silent: int) -> list[tuple[int, str]]:
     """What became of the ranks that were not silent."""
     try:
-        done = [launch.finish(120) for rank, launch in enumerate(launches) if rank != silent]
+        done = [launch.finish(280) for rank, launch in enumerate(launches) if rank != silent]
     finally:
         for launch in launches:
             launch.kill()
@@ -77,7 +77,7 @@ def test_a_silent_rank_is_an_error_at_the_deadline(tmp_path: Path) -> None:
         assert re.search(
             rf"WARNING Rank \d has been at .*train.py:\d+ in stand_there for .* rank {who} gives no sign", text
         )
-        assert f"Rank(s) [{who}] gave no sign of life for 4 s" in text
+        assert f"Rank(s) [{who}] gave no sign of life for 8 s" in text
         assert "is stopped, by SIGSTOP" in text
         assert "in stand_there" in text
 
@@ -96,7 +96,7 @@ def test_the_launcher_names_the_silent_rank(tmp_path: Path) -> None:
     script = write_script(tmp_path / "train.py", TRAIN)
     # With a grace this long, only a kill that does not wait for it ends the job before the test's limit.
     words = ["--nproc", "2", "--stop-grace", "100000", "--report-dir", tmp_path / "reports"]
-    done = Launch([*LOCKSTEP, "run", *words, script, "1", "lock"], env=SOON).finish(120)
+    done = Launch([*LOCKSTEP, "run", *words, script, "1", "lock"], env=SOON).finish(280)
     assert done.exit_code == 1, done
     (line,) = [line for line in done.errors.splitlines() if "FAILED: " in line]
     assert "FAILED: rank 1 (pid" in line, done
@@ -117,7 +117,7 @@ def test_the_launcher_ends_a_job_with_a_stopped_rank_that_uses_no_model(tmp_path
         """,
     )
     words = ["--nproc", "2", "--report-dir", tmp_path / "reports"]
-    done = Launch([*LOCKSTEP, "run", *words, script], env={"LOCKSTEP_HEARTBEAT_TIMEOUT": "1"}).finish(120)
+    done = Launch([*LOCKSTEP, "run", *words, script], env={"LOCKSTEP_HEARTBEAT_TIMEOUT": "1"}).finish(280)
     assert done.exit_code == 1, done
     assert re.search(r"FAILED: rank 1 \(pid \d+\) is stopped \(SIGSTOP.*, and the others wait for it", done.errors), (
         done

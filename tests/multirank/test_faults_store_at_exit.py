@@ -61,7 +61,7 @@ def test_a_process_ends_well_while_its_store_stands_still(tmp_path: Path) -> Non
         wait_until(lambda: any((tmp_path / f"ending-{number}").exists() for number in range(2)))
         host.process.send_signal(signal.SIGCONT)
         for launch in ranks:
-            done = launch.finish(100)
+            done = launch.finish(280)
             assert done.exit_code == 0, done
     finally:
         host.kill()

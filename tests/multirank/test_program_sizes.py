@@ -88,3 +88,39 @@ def keep() -> None:
 
 def test_sizes_of_the_users_and_those_of_a_hook_stay() -> None:
     run_ranks(2, keep, preload=PRELOAD)
+
+
+class Crossed(nn.Module):
+    """Its layers are used in another order than they are made in, and two weights have one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = nn.Linear(24, 8), nn.Linear(16, 24)
+        self.one, self.other = (nn.Parameter(0.1 * torch.randn(16, 16)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.first(nn.functional.linear(x, self.one + self.other))))
+
+
+def observe() -> None:
+    import lockstep
+    from lockstep import torch_private
+
+    torch_private.compile_program = lambda graph, *_: graph
+    ends = []
+    for mode in ("loop", "graph"):
+        torch.manual_seed(0)
+        model = lockstep.DDP(Crossed(), bucket_order="observed", bucket_cap_mb=0.001)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = lockstep.TrainStep(model, optimizer, lambda m, x: m(x).square().mean(), mode=mode)
+        for index in range(5):
+            generator = torch.Generator().manual_seed(10 * index + dist.get_rank())
+            step(torch.randn(4, 16, generator=generator))
+        ends.append([p.detach() for p in model.parameters()])
+        assert model.plan.order == "observed"
+    assert step.explain().num_program_calls == 4, str(step.explain())
+    torch.testing.assert_close(*ends)
+
+
+def test_a_program_is_made_for_the_order_that_was_observed() -> None:
+    run_ranks(2, observe, preload=PRELOAD)

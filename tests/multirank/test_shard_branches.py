@@ -39,6 +39,7 @@ class Branches(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(6))
         self.kind = kind
+        self.register_buffer("fixed", torch.ones(3, 6))
 
     def forward(self, x: Tensor, rank: int) -> Tensor:
         for number, block in enumerate(self.blocks):
@@ -46,6 +47,11 @@ class Branches(nn.Module):
             skips = self.kind == "skipped" and number == 5 and rank % 2 == 0
             if self.kind in ("reentrant", "checkpoint"):
                 x = checkpoint(block, x, takes, skips, use_reentrant=self.kind == "reentrant")
+            elif self.kind == "dropped" and number == 4:
+                y = block(x, takes)  # on all ranks, and used on some
+                x = x + y if rank % 2 == 0 else x * 2
+            elif self.kind == "towers" and number > 0:
+                x = x + block(self.fixed, takes)  # of what needs no gradient
             else:
                 x = block(x, takes, skips)
             if self.kind == "twice" and number == 3:
@@ -86,7 +92,18 @@ def train(kind: str, how: str) -> None:
     assert_close(whole_parameters(module), parameters(reference), f"{kind}, {how}", 1e-7)
 
 
-EAGER = ("plain", "skipped", "twice", "inputs", "penalty", "accumulated", "checkpoint", "reentrant")
+EAGER = (
+    "plain",
+    "dropped",
+    "towers",
+    "skipped",
+    "twice",
+    "inputs",
+    "penalty",
+    "accumulated",
+    "checkpoint",
+    "reentrant",
+)
 COMPILED = ("plain", "twice")
 
 

@@ -99,6 +99,24 @@ class Run:
         assert_close(whole_gradients(self.module), gradients(self.reference), f"step {step}")
 
 
+def fail_at_once(how: str) -> None:
+    """Nothing is foreseen yet: in the first step, and in the one after a reset."""
+    run = Run(how)
+    for step in range(2):
+        is_bad = run.rank == 1
+        run.module.fails_at = 1 if is_bad else -1
+        with pytest.raises(KeyError if is_bad else lockstep.errors.LockstepError):
+            run.backward(step)
+        run.module.fails_at = -1
+        run.module.reset_sync_window()
+    run.compare(2)
+    run.compare(3)
+
+
+def test_an_error_on_one_rank_in_the_first_step() -> None:
+    run_ranks(2, fail_at_once, "eager", limit_s=180)
+
+
 def fail_on_one(how: str, replicas: int = 1, keepers: int = 0, hook: str = "") -> None:
     options: dict[str, Any] = {"reshard_after_forward": keepers} if keepers else {}
     if replicas > 1:

@@ -171,7 +171,31 @@ def test_tensors_of_a_batch_that_share_memory(uncompiled: None) -> None:
         found = batch_of(index)
         return {**found, "same": found["x"] if index % 2 else found["x"].clone()}
 
-    assert compare(lambda: (seeded(Mlp), loss, lambda _: None, batch)).num_program_calls == NUM_STEPS - 2
+    found = compare(lambda: (seeded(Mlp), loss, lambda _: None, batch))
+    assert found.num_program_calls == NUM_STEPS // 2 - 1
+    assert any("share memory" in reason for reason in found.reasons)
+
+
+def test_slices_of_one_data_set_are_alike(uncompiled: None) -> None:
+    data = torch.randn(NUM_STEPS + 5, 10, generator=torch.Generator().manual_seed(7))
+
+    def batch(index: int) -> dict[str, Tensor]:
+        return {"x": data[index : index + 5, :6], "y": data[index : index + 5, 6:]}
+
+    assert compare(lambda: (seeded(Mlp), plain_loss, lambda _: None, batch)).num_program_calls == NUM_STEPS - 1
+
+
+def test_a_loss_that_puts_another_model_into_eval_mode(uncompiled: None) -> None:
+    def make() -> Any:
+        teacher = seeded(Dropping)
+
+        def loss(model: Any, batch: Any) -> Tensor:
+            teacher.eval()
+            return F.mse_loss(model(batch["x"]), teacher(batch["x"]).detach())
+
+        return seeded(Mlp), loss, lambda _: None, batch_of
+
+    assert compare(make).num_program_calls == NUM_STEPS - 2
 
 
 def test_whether_another_model_trains(uncompiled: None) -> None:

@@ -26,6 +26,7 @@ logger = logging.getLogger("lockstep")
 
 T = TypeVar("T")
 _NOTHING = "\x00"
+_MOST_ROUNDS = 3
 
 
 class _Job:
@@ -49,6 +50,7 @@ class _Shared:
         self.busy_since: float | None = None
         self.broken: Exception | None = None
         self.has_ended = False
+        self.num_done = 0  # calls that came back
 
 
 class Line:
@@ -82,6 +84,11 @@ class Line:
     def is_broken(self) -> bool:
         """Whether the store is gone."""
         return self._shared.broken is not None
+
+    @property
+    def num_answers(self) -> int:
+        """How often the store has answered: more of them show that it is there, however long one takes to be heard."""
+        return self._shared.num_done
 
     @property
     def silence(self) -> float:
@@ -120,7 +127,7 @@ class Line:
         """End the thread, at the end of the process: one that came back from the store after it would abort it."""
         if self.is_ours:
             self._shared.jobs.put(None)
-            _end_thread(self._thread, self._shared.store, seconds)
+            _end_thread(self._thread, self._shared, seconds)
 
     @property
     def is_wanted(self) -> bool:
@@ -138,21 +145,25 @@ class Line:
             self._shared.jobs.put(_Job(_turn))
 
 
-# The threads that are at work, and the store of each: also of lines that nobody holds any more.
-_at_work: dict[threading.Thread, Any] = {}
+# The threads that are at work, with what they share: also of lines that nobody holds any more.
+_at_work: dict[threading.Thread, _Shared] = {}
 
 
 def end_threads(seconds: float) -> None:
     """End what is left of lines that nobody holds, at the end of the process."""
-    for thread, store in list(_at_work.items()):
-        _end_thread(thread, store, seconds)
+    for thread, shared in list(_at_work.items()):
+        _end_thread(thread, shared, seconds)
 
 
-def _end_thread(thread: threading.Thread, store: Any, seconds: float) -> None:
+def _end_thread(thread: threading.Thread, shared: _Shared, seconds: float) -> None:
     """Wait for a thread that was told to end; one that is inside a store that stands still is hung up on."""
-    thread.join(seconds)
+    for _ in range(_MOST_ROUNDS):
+        num_done = shared.num_done
+        thread.join(seconds)
+        if not thread.is_alive() or shared.num_done == num_done:
+            break  # a busy machine is no store that stands still
     if thread.is_alive():
-        hang_up(port_of(store))
+        hang_up(port_of(shared.store))
         thread.join(seconds)
 
 
@@ -167,7 +178,7 @@ def _work(
     on_end: Callable[[Any], None] | None,
 ) -> None:
     thread = threading.current_thread()
-    _at_work[thread] = shared.store
+    _at_work[thread] = shared
     try:
         _take_jobs(shared, on_turn, period, on_end)
     finally:
@@ -214,6 +225,8 @@ def _take_jobs(
             if job.function is _turn and not has_warned:
                 has_warned = True
                 logger.warning("Signs of life cannot be given or read: %s: %s", type(error).__name__, error)
+        else:
+            shared.num_done += 1
         finally:
             shared.busy_since = None
             job.done.set()

@@ -3,13 +3,15 @@
 A program's own ``dist.barrier()`` or ``all_reduce`` waits inside torch, where gloo cannot be interrupted and nobody
 looks around.  So a thread looks at the main thread once a second.  While that stands at the same place, the signs of
 life of the others are read, and a silent peer, or a silent store, is told in the log; at the deadline this process says
-so to its peers and its launcher, and ends: nothing else gets it out of there.  Waits of our own raise instead
-(``vigil.py``), and a program that handles an error is left alone.
+so to its peers and its launcher, and ends, if it stands in a collective: nothing else gets it out of there.  Waits of
+our own raise instead (``vigil.py``), and a program that handles an error, or does something else that takes long (a
+download, an export after the others have left), is left alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dis
 import logging
 import os
 import sys
@@ -18,7 +20,10 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
+from types import FrameType
 from typing import TYPE_CHECKING
+
+import torch
 
 from lockstep import settings
 from lockstep.agree import sudden
@@ -33,9 +38,13 @@ logger = logging.getLogger("lockstep")
 
 _PACKAGE = str(Path(__file__).parents[1])
 _STANDARD = str(Path(threading.__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+_COLLECTIVES = str(Path(_TORCH, "distributed"))
+_FILES = str(Path(_COLLECTIVES, "checkpoint"))  # writes and reads, which may take long
 _PERIOD_SECONDS = 1.0
 _LONGEST_SLICE = 2.0  # what one look may count for, at most: time in which this process stood still does not
 _STANDS_AFTER = 2.0  # seconds at the same place, before the others are looked for
+_SILENT_AFTER = 5.0  # seconds without a sign of life; below, it may just not have come yet
 _TELLING_SECONDS = 1.0
 
 
@@ -64,6 +73,7 @@ class Lookout:
         self._numbers: dict[int, int] = {}
         self._silent: dict[int, float] = {}  # rank: for how long its last sign of life is the same
         self._store_silent = 0.0
+        self._num_answers = -1
         self._pause = self._stall
         self._next_warning = self._stall
 
@@ -92,10 +102,16 @@ class Lookout:
         beats = pulse.look()
         if beats is None:
             if pulse.line.is_broken:  # with a rank that has ended; who was silent before has not spoken since
-                self._silent = {rank: silent + passed for rank, silent in self._silent.items() if silent}
-            # Where the launcher hosts it, and was paused without us, no rank is to blame.
-            is_anyones = pulse.line.is_broken or (not pulse.hosts() and is_standing_still(os.getppid()))
-            self._store_silent = 0.0 if is_anyones else self._store_silent + passed
+                self._silent = {
+                    rank: silent + passed for rank, silent in self._silent.items() if silent >= _SILENT_AFTER
+                }
+            # Where the launcher hosts it, and was paused without us, no rank is to blame; nor where it answers, and a
+            # thread that holds the interpreter's lock keeps us from hearing it in time.
+            answers = pulse.line.num_answers != self._num_answers
+            self._num_answers = pulse.line.num_answers
+            is_paused = not pulse.hosts() and is_standing_still(os.getppid())
+            is_excused = pulse.line.is_broken or is_paused or answers
+            self._store_silent = 0.0 if is_excused else self._store_silent + passed
             return
         self._store_silent = 0.0
         for rank, beat in beats.items():
@@ -111,9 +127,10 @@ class Lookout:
         return sorted(rank for rank, silent in self._silent.items() if silent >= seconds)
 
     def _judge(self, pulse: Pulse) -> None:
-        if self._deadline and self._store_silent >= self._deadline:
+        ends = self._deadline > 0 and _is_in_collective()
+        if ends and self._store_silent >= self._deadline:
             self._give_up(pulse, self._store_is_silent(pulse))
-        late = self._silent_for(self._deadline) if self._deadline else []
+        late = self._silent_for(self._deadline) if ends else []
         if late and not self._store_silent:
             self._give_up(pulse, self._too_late(pulse, late))
         longest = max(self._store_silent, *self._silent.values(), 0.0)
@@ -125,7 +142,7 @@ class Lookout:
     def _warn(self, pulse: Pulse) -> None:
         what = f"the store has not answered for {self._store_silent:.0f} s"
         if not self._store_silent:
-            late = self._silent_for(min(self._stall, 5.0))
+            late = self._silent_for(min(self._stall, _SILENT_AFTER))
             what = "; ".join(f"rank {rank} {self._condition(pulse, rank)}" for rank in late)
         logger.warning("Rank %d has been at %s for %.0f s, and %s.", pulse.rank, where_now(), self._stood, what)
 
@@ -199,10 +216,8 @@ def keep_lookout(pulse: Pulse, is_excused: Callable[[], bool]) -> None:
 
 def _place_of_main(pulse: Pulse) -> object:
     """Where the main thread is, to the instruction, and in which step; None in a wait of ours, which has a deadline."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    innermost = frame
-    while innermost is not None and _is_standard(innermost.f_code.co_filename):
-        innermost = innermost.f_back
+    frame = _main_frame()
+    innermost = _beyond_standard(frame)
     if innermost is None or innermost.f_code.co_filename.startswith(_PACKAGE):
         return None
     place: list[object] = [pulse.step_words()]
@@ -210,6 +225,42 @@ def _place_of_main(pulse: Pulse) -> object:
         place.append((id(frame), frame.f_lasti))
         frame = frame.f_back
     return place
+
+
+def _is_in_collective() -> bool:
+    """Whether the main thread stands in torch's collectives, or in the ``wait`` of what one has returned."""
+    frame = _main_frame()
+    innermost = _beyond_standard(frame)
+    if innermost is not None and innermost is frame and _called(innermost) == "wait":
+        return True
+    while innermost is not None and innermost.f_code.co_filename.startswith(_TORCH):
+        name = innermost.f_code.co_filename
+        if name.startswith(_COLLECTIVES):
+            return not name.startswith(_FILES)
+        innermost = innermost.f_back
+    return False
+
+
+def _called(frame: FrameType) -> str:
+    """Name the method that a frame is just calling, as far as its code tells."""
+    found = ""
+    for instruction in dis.get_instructions(frame.f_code):
+        if instruction.offset > frame.f_lasti:
+            break
+        if instruction.opname in ("LOAD_METHOD", "LOAD_ATTR"):
+            found = str(instruction.argval)
+    return found
+
+
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def _beyond_standard(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame that is not of Python's own files."""
+    while frame is not None and _is_standard(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
 
 
 def _is_standard(name: str) -> bool:

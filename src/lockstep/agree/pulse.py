@@ -39,6 +39,7 @@ class _Self:
         self.meets: dict[str, tuple[str, str]] = {}
         self.note = ""
         self.ended = False
+        self.has_told_end = False
         self.how = ""
         self.boards: weakref.WeakSet[Any] = weakref.WeakSet()
         self.last_doing = ""
@@ -87,7 +88,7 @@ class _Self:
             self.answered = question
             if str(self.rank) in question.split(" ")[1:]:
                 store.set(self.key(f"stack/{self.rank}"), stack_now()[-8000:])
-        store.set(self.key(f"beat/{self.rank}"), self.beat().to_json())
+        self._post(store)
         if len(self.known) < self.world - 1:
             self.look(store, [r for r in range(self.world) if r != self.rank and r not in self.known])
 
@@ -96,7 +97,13 @@ class _Self:
         if not self.ended:
             self.ended = True
             self.how = f"has destroyed its process group {self.last_doing or 'before it trained anything'}."
-            store.set(self.key(f"beat/{self.rank}"), self.beat().to_json())
+        if not self.has_told_end:  # or nobody had the time to
+            self._post(store)
+
+    def _post(self, store: Any) -> None:
+        ended = self.ended
+        store.set(self.key(f"beat/{self.rank}"), self.beat().to_json())
+        self.has_told_end = ended
 
     def look(self, store: Any, ranks: Sequence[int]) -> dict[int, Beat]:
         """Read the beats of ``ranks``; those that have none are left out."""

@@ -254,8 +254,7 @@ class Watch:
                 if meeting is not None and meeting[0] not in self._met:
                     self._come_to_meeting(*meeting)
                 vigil.look()
-                if meeting is None:
-                    self._look_for_meetings(missed, moment)
+                self._look_for_meetings(missed, moment)
         except BaseException as error:
             last_words.notice(error)
             if self.pulse is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.hook_state import hook_state, wrapper_of
-from lockstep.checkpoint.optimizers import is_of, optimizer_state, parameter_names
+from lockstep.checkpoint.optimizers import can_go_by_name, optimizer_state, parameter_names
 from lockstep.checkpoint.pieces import Held, held
 from lockstep.checkpoint.rng import rng_state
 from lockstep.checkpoint.tree import encode
@@ -112,7 +112,7 @@ def collect(
         require_mapping(name, given)
     result.shared["extra"] = {
         key: encode(optimizer_state(model, value), f"extra/{key}", replicated)
-        if is_of(model, value)
+        if can_go_by_name(model, value)
         else encode(state_of_object(value), f"extra/{key}", of_rank_zero)
         for key, value in (extra or {}).items()
     }

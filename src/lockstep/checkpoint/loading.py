@@ -67,7 +67,8 @@ def load(
     Args:
         path: what was given to :func:`save`, or one directory in it.
         model: and all other objects: what they were when it was saved, in whatever wrapping.
-        extra: objects to restore by the names they were saved by; the result has all values; so for ``per_rank``.
+        extra: objects to restore by the names they were saved by; the result has all values but those of
+            optimizers of the model, which are restored; so for ``per_rank``.
         strict: False loads the names that both have, and converts dtypes.
         fallback: take the last complete checkpoint in place of a damaged one, with a warning.
         missing_ok: return None where there is no checkpoint yet.

@@ -33,6 +33,14 @@ def is_of(model: nn.Module | None, value: Any) -> bool:
     return all(id(p) in names for group in value.param_groups for p in group["params"])
 
 
+def can_go_by_name(model: nn.Module, value: Any) -> bool:
+    """Whether all that an optimizer knows belongs to parameters of the model."""
+    if not is_of(model, value):
+        return False
+    state = value.state_dict()
+    return set(state) == {"state", "param_groups"} and all(type(key) is int for key in state["state"])
+
+
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return an optimizer's state by parameter name."""
     names = parameter_names(model)
@@ -46,6 +54,13 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
             )
         order += [names[id(p)] for p in group["params"]]
     state = optimizer.state_dict()
+    odd = sorted(set(state) - {"state", "param_groups"})
+    odd += [f"state[{key!r}]" for key in state["state"] if type(key) is not int]
+    if odd:
+        raise ValueError(
+            f"the optimizer keeps what belongs to no parameter ({', '.join(odd[:5])}); give it as extra=, which keeps "
+            "all of its state"
+        )
     for group in state["param_groups"]:
         groups.append({**group, "params": [order[index] for index in group["params"]]})
     return {"state": {order[index]: values for index, values in state["state"].items()}, "param_groups": groups}

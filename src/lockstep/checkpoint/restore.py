@@ -186,7 +186,7 @@ class Restoration:
                 state = self._decoded(self.shared[name])
                 if state:  # that of a scaler that is switched off is empty
                     target.load_state_dict(state)
-        result.extra = self._restore_objects(self.shared["extra"], targets.extra, self._decoded)
+        result.extra = self._restore_objects(self.shared["extra"], targets.extra, self._decoded, by_name=True)
         if self._own is None:
             result.notes.append("this rank did not exist when it was saved, and keeps its random numbers")
         else:
@@ -234,14 +234,20 @@ class Restoration:
             for key, tree in own["buffers"].items():
                 if key in buffers:
                     buffers[key].copy_(self._decoded_own(tree))
-        return self._restore_objects(own["per_rank"], self._targets.per_rank, self._decoded_own)
+        return self._restore_objects(own["per_rank"], self._targets.per_rank, self._decoded_own, by_name=False)
 
     def _restore_objects(
-        self, saved: Mapping[str, Any], given: Mapping[str, Any], decoded: Callable[[Any], Any]
+        self,
+        saved: Mapping[str, Any],
+        given: Mapping[str, Any],
+        decoded: Callable[[Any], Any],
+        *,
+        by_name: bool,
     ) -> dict[str, Any]:
-        """Restore a user's objects, and return the values for all names."""
+        """Restore a user's objects, and return the values for all names but those of optimizers that go by name."""
         # An optimizer of the model has its state by now, of which this rank may have read its part only.
-        has_state = {key for key in given if goes_by_name(saved.get(key)) and is_of(self._targets.model, given[key])}
+        model = self._targets.model
+        has_state = {key for key in given if by_name and goes_by_name(saved.get(key)) and is_of(model, given[key])}
         values = {key: decoded(tree) for key, tree in saved.items() if key not in has_state}
         for key, target in given.items():
             if key not in values:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Mapping
 from enum import Enum
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -155,7 +155,9 @@ def save(
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    return isinstance(value, Integral) or (isinstance(value, Real) and float(value).is_integer())
 
 
 def _start(

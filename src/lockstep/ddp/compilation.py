@@ -239,10 +239,12 @@ class Compilation:
         if self._has_asked_for_program or self._peers.board is None or self._uneven.is_on:
             return
         self._has_asked_for_program = True
-        if not self.sizes_are_open or self.overlap == "none" or step.reducer.exchange is not step.reducer.mean:
-            return  # on all ranks alike: options, hooks and plans are compared
+        if not self.sizes_are_open or self.overlap == "none":
+            return  # on all ranks alike: options and plans are compared
         known = _chosen_plans.get(self._plan_key)
         answer = "settled" if self._has_settled else "open" if known is None else f"plan {known.digest}"
+        if step.reducer.exchange is not step.reducer.mean:
+            answer = "stays"  # hooks are compared at the end of the window that comes
         timeout = settings.agreement_timeout()
         told = set(self._peers.watch.gather("bucket sizes for a program", answer, timeout).values())
         plan = known if known is not None and told == {f"plan {known.digest}"} else None

@@ -265,6 +265,10 @@ class SyncStep:
     def all_launched(self) -> bool:
         return self._next == len(self.reducer.buckets)
 
+    def all_launched_before(self, number: int) -> bool:
+        """Whether no bucket before this one is still here."""
+        return self._next >= number
+
     def has_sent_all(self) -> bool:
         """Whether others need not wait for this one in the current pass."""
         if not self.syncs or self.state is not State.OPEN or self.kind is Kind.FOLLOW_UP:

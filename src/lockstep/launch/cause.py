@@ -88,7 +88,10 @@ def is_about_peers(facts: RankFacts) -> bool:
         return False
     if _NAME_THE_ORIGIN.intersection(words.kinds):
         return bool(words.peers) and facts.rank not in words.peers
-    return bool(ABOUT_PEERS.intersection(words.kinds)) or any(text in words.text for text in _BROKEN_CONNECTIONS)
+    if ABOUT_PEERS.intersection(words.kinds):
+        return True
+    # Those of Python's own (a download, an upload) are no rank's.
+    return "OSError" not in words.kinds and any(text in words.text for text in _BROKEN_CONNECTIONS)
 
 
 def named_peers(facts: RankFacts) -> tuple[int, ...]:

@@ -89,15 +89,34 @@ class Batch:
 
 
 def _shared_memory(tensors: tuple[Tensor, ...]) -> Hashable:
-    """Which tensors lie in the same memory: what is written to one of them, the others see."""
+    """Which tensors lie in the same memory, and how far from each other: slices of one data set are alike.
+
+    A step that writes to one of them, which the others see, is no program (``Unwritten``).
+    """
     if len(tensors) < 2:
         return ()
     owners = [t.untyped_storage().data_ptr() if t.layout == torch.strided else 0 for t in tensors]
     if len(set(owners)) == len(owners):
         return ()
+    firsts = [owners.index(owner) for owner in owners]
     return tuple(
-        (owners.index(owner), t.storage_offset() if owner else 0) for owner, t in zip(owners, tensors, strict=True)
+        (first, t.storage_offset() - tensors[first].storage_offset() if owner else 0)
+        for first, owner, t in zip(firsts, owners, tensors, strict=True)
     )
+
+
+class Unwritten:
+    """Tells whether a step has written to tensors of its batch that share memory."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._tensors = batch.tensors if batch.key[1] else ()  # type: ignore[index]
+        self._versions = [t._version for t in self._tensors]
+
+    def reason(self) -> str:
+        """Why it cannot be a program then; empty if it has not."""
+        if [t._version for t in self._tensors] == self._versions:
+            return ""
+        return "the step writes to tensors of the batch that share memory"
 
 
 def _key(tree: Any, opaque: list[str]) -> Hashable:

@@ -25,7 +25,7 @@ from torch import Tensor
 from lockstep import errors, torch_private
 from lockstep.observe.moments import StepMoment, listeners, reached
 from lockstep.observe.timeline import now
-from lockstep.program.batch import Batch, map_tensors
+from lockstep.program.batch import Batch, Unwritten, map_tensors
 from lockstep.program.cuda import Inbox, Machine, Mark, Recording
 from lockstep.program.guards import Surroundings, TrainedInWindow, memory_of, optimizer_settings, trains
 from lockstep.program.optimizers import Rates, keeps_python_state, load_kernels, move_step_counts
@@ -75,6 +75,7 @@ class Captured:
         self._waits: dict[Hashable, list[str]] = {}
         self._refused: dict[Hashable, str] = {}
         self._never = ""  # why no step at all can be captured
+        self._has_changed = False  # its surroundings, in the last step of the loop
         self._surroundings = Surroundings(recipe)
         self._restless = Restless(self._surroundings, recipe.options)
         self._rates: Rates | None = None
@@ -109,7 +110,11 @@ class Captured:
             return self._loop(tree, index, is_last, key)
         if not self._together.all_can(can, index):
             self._record.unable |= self._together.unable if can else set()
-            return self._loop(tree, index, is_last, key)
+            unwritten = Unwritten(batch)
+            result = self._loop(tree, index, is_last, key)
+            if reason := unwritten.reason():
+                self._refuse(key, reason)
+            return result
         with self._together.compared():
             if program is None:
                 try:
@@ -154,6 +159,8 @@ class Captured:
         python_state = keeps_python_state(self._recipe.options.optimizers)
         if python_state:
             return self._refuse(key, python_state)
+        if any(map(torch_private.optimizer_has_hooks, self._recipe.options.optimizers)):
+            return self._refuse(key, "hooks run at the optimizer's step, or it was replaced")
         if len(self._programs) >= self._recipe.options.max_programs:
             shapes = "; ".join(dict.fromkeys(p.shown for p in self._programs.values()))
             reason = (
@@ -202,9 +209,11 @@ class Captured:
                 result = self._walk(recipe.moved(tree), index, is_last)
         self._current = None
         self._record.num_loop_calls += 1
-        if not self._never and (changed := self._surroundings.changed(before)):
+        changed = self._surroundings.changed(before) if not self._never else ""
+        if changed and self._has_changed:  # once may be to set things up, and the next call is of another kind
             self._never = changed
             self._record.fall_back(changed)
+        self._has_changed = bool(changed)
         if len(self._seen) > _MAX_KINDS:
             self._seen.clear()  # of a program that never sees the same twice
             self._refused.clear()
@@ -278,7 +287,11 @@ class Captured:
             reducer.finiteness.prepare_capture(len(reducer.buckets), recipe.parallel.device)
         inbox = self._machine.inbox(batch.tensors)
         inbox.put(batch.tensors)
-        counts, randomness, before = WindowCounts(recipe.parallel), HostRandomness(), self._surroundings.values()
+        counts, randomness, before = (
+            WindowCounts(recipe.parallel),
+            HostRandomness(elsewhere=True),
+            self._surroundings.values(),
+        )
         norm = recipe.grad_norm
         ok = False
         try:
@@ -291,12 +304,12 @@ class Captured:
         finally:
             if not ok:
                 recipe.parallel.reset()
-                randomness.restore()
                 recipe.grad_norm = norm
                 self._current = None
                 recipe.begin()
                 if index > 0:
                     self._attach_kept()
+            randomness.restore()
             counts.put_back()
         gradients = [p.grad for p in recipe.parameters]
         program = Program(recording, inbox, outputs, gradients, recipe.grad_norm, batch.shown())

@@ -39,7 +39,7 @@ def multiply_in_place(graph: Any, delivery: Delivery) -> None:
         bucket = reducer.buckets[index]
         kept, tokens, gone = [], list(after), []
         for position, (slot, gradient) in enumerate(zip(trained(bucket), gradients, strict=True)):
-            product = _product_of(gradient, launch)
+            product = _product_of(gradient, launch) if gradients.count(gradient) == 1 else None
             if product is None or not _fits(slot, product, reducer.memory.travel_dtype(bucket)):
                 kept.append(gradient)
                 continue

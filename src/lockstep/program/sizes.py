@@ -39,6 +39,8 @@ class BucketSizes:
 
         Whether a window has passed is what ranks compare; that this rank was timed is its own business.
         """
+        for wrapper in self._wrappers:
+            wrapper._parts.keeper.confirm()  # it may take another order: before a program is made, not as it runs
         if self._is_settled or self._num_windows() == self._num_before:
             return
         self._is_settled = True

@@ -46,6 +46,7 @@ class Together:
         self._wrappers = parallel.wrappers
         self._sharded = parallel.sharded[:1]
         self._serials = []
+        self._ran_program = False  # since ranks were last asked
         self.unable: set[int] = set()  # the ranks that could not run the last step as a program
         self.words: dict[int, str] = {}  # what each rank said in ``agree``; of nobody where there is one rank
         for wrapper in self._wrappers:  # ranks make the steps of one wrapper in the same order
@@ -90,7 +91,7 @@ class Together:
             reducer = step.reducer
             mark = reducer.finiteness.mark(step.num_windows)  # of what programs saw, which nobody told yet
             if control is None:
-                self._judge(step, [mark])
+                self._judge(step, [mark], micro)
                 continue
             stamp = self._stamp(step, micro)
             digest = stamp.digest() if union.check != "off" else 1
@@ -107,7 +108,8 @@ class Together:
                     step.drift.judge(step, {rank: Words(*numbers[3:5]) for rank, numbers in enumerate(everyones)})
             can = all(numbers[1] for numbers in everyones)
             self.unable |= set(control.board.by_global({r: "" for r, told in enumerate(everyones) if not told[1]}))
-            self._judge(step, [numbers[2] for numbers in everyones])
+            self._judge(step, [numbers[2] for numbers in everyones], micro)
+        self._ran_program = False
         return can
 
     def _drift_of(self, step: Any) -> Words:
@@ -118,10 +120,11 @@ class Together:
         step.drift.use_settings(step, [updates_of(optimizer, step) for optimizer in self._optimizers])
         return step.drift.words()  # type: ignore[no-any-return]
 
-    @staticmethod
-    def _judge(step: Any, marks: list[int]) -> None:
+    def _judge(self, step: Any, marks: list[int], micro: int) -> None:
         reducer = step.reducer
-        if any(marks) or reducer.finiteness.is_episode:
+        # Windows of the loop are judged at their end.
+        is_over = self._ran_program and micro == 0
+        if any(marks) or (reducer.finiteness.is_episode and is_over):
             reducer.finiteness.judge(marks, reducer.transport, step.num_windows, reducer.buckets)
 
     @contextmanager
@@ -133,6 +136,7 @@ class Together:
         try:
             yield
         finally:
+            self._ran_program = True
             for step in steps:
                 step.closing.is_compared = False
 

@@ -16,7 +16,7 @@ from lockstep import torch_private
 from lockstep.graph import tuning
 from lockstep.graph.compare import IN_BACKWARD, SOMEWHERE, compare, describe_program, differing_places, digest_of
 from lockstep.graph.turns import take_turn
-from lockstep.program.batch import Batch, map_tensors
+from lockstep.program.batch import Batch, Unwritten, map_tensors
 from lockstep.program.changing import NotTaken
 from lockstep.program.deliver import Delivery, launch_early
 from lockstep.program.guards import Surroundings, TrainedInWindow, memory_of, optimizer_settings, trains
@@ -64,6 +64,7 @@ class Whole:
         self._seen: Counter[Hashable] = Counter()
         self._refused: set[Hashable] = set()
         self._never = ""  # why no step at all can be a program
+        self._has_changed = False  # its surroundings, in the last step of the loop
         self._surroundings = Surroundings(recipe)
         self._restless = Restless(self._surroundings, recipe.options)
         self._memory: Hashable = None
@@ -141,7 +142,11 @@ class Whole:
         # All or none: a program rounds an update in other places than the loop, and ranks would drift apart by that.
         if not self._together.all_can(program is not None, index) or program is None:
             self._record.unable |= self._together.unable if program is not None else set()
-            return self._loop(tree, index, is_last, key)
+            unwritten = Unwritten(batch)
+            result = self._loop(tree, index, is_last, key)
+            if reason := unwritten.reason():
+                self._refuse(key, reason)
+            return result
         with self._together.compared():  # just now: the end of the window needs no exchange of its own
             return self._run(program, batch, index, is_last)
 
@@ -231,7 +236,10 @@ class Whole:
         # Whole parameters that are to stay in the place of shards are no change of the program's own.
         stays_whole = self._is_kept and self._shards is not None and self._shards.is_whole
         if not self._never and not stays_whole:
-            self._never = self._surroundings.changed(before) or self._surroundings.written(versions)
+            changed = self._surroundings.changed(before)
+            # Once may be to set things up (a teacher that is put into eval mode): the next call is of another kind.
+            self._never = (changed if self._has_changed else "") or self._surroundings.written(versions)
+            self._has_changed = bool(changed)
             if self._never:
                 self._record.fall_back(self._never)
         if len(self._seen) > _MAX_KINDS:

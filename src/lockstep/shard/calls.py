@@ -3,7 +3,8 @@
 [Note: a unit leaves with its backward]  A scatter waits for the one before it (exchange.py, [Note: input buffers]).  A
 rank that holds a unit's gradients back, for a parameter that it has not used, would have others wait in there, which
 have gathers still to start that this rank needs.  So every rank sends a unit when the unit's backward is over, with
-what there is; a gradient that comes after all (a use of the parameter elsewhere) is a remainder of the window.
+what there is; a gradient that comes after all (a use of the parameter elsewhere) is a remainder of the window.  Where
+it never comes to a unit, whose output was not used, or cannot tell its end, that is when the next one's begins.
 """
 
 from __future__ import annotations

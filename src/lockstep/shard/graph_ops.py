@@ -108,9 +108,12 @@ def start_gathering(store: FlatStore) -> Started:
     unit, _ = _find(store.anchor)
     mine = store.shard().to(device=store.device, dtype=store.dtype, non_blocking=True)
     buffer = mine.new_empty(store.layout.num_elements)
+    number = unit.stores.index(store)
     if unit.gather_log is not None:
-        unit.gather_log.start(unit, unit.stores.index(store))
+        unit.gather_log.compare(unit, number)
     flight = start_gather(unit.links.gather, unit.gather_comm, buffer, mine, f"gather of {unit.name}")
+    if unit.gather_log is not None:
+        unit.gather_log.note(unit, number)
     return Started(buffer, flight, unit.versions_of(store), unit.links.gather.watch, unit.moment)
 
 

@@ -41,13 +41,19 @@ class GatherLog:
         self._foresight = Foresight()
         self.meeting: Meeting | None = None  # None where nobody gathers with this rank
 
-    def start(self, unit: Unit, store: int, *, among_keepers: bool = False) -> None:
+    def compare(self, unit: Unit, store: int, *, among_keepers: bool = False) -> None:
         """A gather of one of a unit's stores is about to start; raise on all ranks if theirs is another one."""
+        if self.meeting is not None and self._foresight.expected() != self._gather(unit, store, among_keepers):
+            self.meeting.compare(self._num_started, unit.name, self.said() or "none", unit.moment)
+
+    def _gather(self, unit: Unit, store: int, among_keepers: bool) -> int:
+        return _ALL_STORES * self._numbers[unit] + 2 * store + among_keepers + 1
+
+    def note(self, unit: Unit, store: int, *, among_keepers: bool = False) -> None:
+        """It has started."""
         number = self._numbers[unit]
-        gather = _ALL_STORES * number + 2 * store + among_keepers + 1
+        gather = self._gather(unit, store, among_keepers)
         if self.meeting is not None:
-            if self._foresight.expected() != gather:
-                self.meeting.compare(self._num_started, unit.name, self.said() or "none", unit.moment)
             self._foresight.note(gather)
         self._num_started += 1
         self._digest = (1000003 * self._digest + gather) & 0xFFFFFFFF
@@ -99,7 +105,8 @@ class GatherLog:
             unit.reshard()  # waits for what is under way
             for own in unit.stores:  # and of a unit of which only some were started
                 own.finish(unit.links.gather, unit.moment)
-                own.free()
+                if not unit.keeps_storage:
+                    own.free()
         for unit, flight in flights:
             flight.land(unit.links.gather.watch, unit.moment)
 

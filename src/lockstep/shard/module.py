@@ -107,7 +107,7 @@ class ShardedModule(FSDPModule):
         """Return the last step that synchronised as a flat dict of numbers, for any logger; see docs/observing.md."""
         steps = self._root.timeline.steps
         buckets = [bucket for step in self._root.steps for bucket in step.reducer.buckets]
-        in_graph = sum(bucket.left_in_graph for bucket in buckets)
+        in_graph = sum(step.num_left_in_graph for step in self._root.steps)
         return metrics_of(steps[-1] if steps else None, [bucket.spec for bucket in buckets], in_graph)
 
     def explain_compilation(self) -> ShardExplanation:

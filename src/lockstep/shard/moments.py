@@ -131,6 +131,8 @@ def _before_backward(unit: Unit) -> None:
         return
     unit.phase = Phase.BACKWARD
     with torch_private.RecordFunction(f"lockstep::before_backward {unit.name}"):
+        if unit.parameters:
+            root.team_of(unit).begin_unit(unit)
         if unit.gathers_in_backward:
             unit.wait()
         for following in root.next_in_backward(unit):

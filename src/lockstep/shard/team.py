@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep import errors, torch_private
@@ -12,13 +12,13 @@ from lockstep.agree.board import Board, open_board
 from lockstep.agree.control import ControlPlane, control_of
 from lockstep.agree.watch import Watch
 from lockstep.engine import step_guard
-from lockstep.engine.bucket import Slot
+from lockstep.engine.bucket import LiveBucket, Slot
 from lockstep.engine.casts import MEETING_SECONDS
 from lockstep.engine.feeders.hooks import HookFeeder
 from lockstep.engine.lane import lane_of
 from lockstep.engine.reducer import Reducer
 from lockstep.engine.states import Kind, State
-from lockstep.engine.step import SyncStep
+from lockstep.engine.step import SyncStep, will_accumulate
 from lockstep.engine.union import Union
 from lockstep.plan import Bucket, BucketCaps, ParameterSpec, Plan
 from lockstep.settings import agreement_timeout
@@ -206,30 +206,57 @@ class Team:
                 )
         self._is_agreed = True
 
+    def begin_unit(self, unit: Unit) -> None:
+        """The backward of a unit begins: those before it, which this backward does not come to, leave without it.
+
+        Others may have come to them (calls.py, [Note: a unit leaves with its backward]).
+        """
+        first = next((number for number, load in enumerate(self.memory.loads) if load.unit is unit), 0)
+        step = self.step
+        if step.is_in_pass and step.all_launched_before(first):
+            return
+        with step.lane.lock:
+            if not self._may_send():
+                return
+            with step.telling_peers():
+                for bucket, load in zip(step.reducer.buckets[:first], self.memory.loads[:first], strict=True):
+                    if not load.unit.gathers.in_graph:  # those of graphs do not lead to .grad of whole parameters
+                        self._end(bucket, lambda slot: not will_accumulate(slot))
+                step.send_complete()
+
     def end_unit(self, unit: Unit) -> None:
         """The backward of a unit is over: it leaves (calls.py, [Note: a unit leaves with its backward])."""
         step = self.step
-        if isinstance(self.exchange, HookExchange) or step.closing.is_compared:
-            return  # nobody waits in there
         with step.lane.lock:
-            if not step.is_in_pass:
-                task = torch_private.graph_task_id()
-                if task == self._other_task:
-                    return
-                if not step.takes_part():
-                    self._other_task = task  # torch.autograd.grad
-                    return
-                step.lane.begin(step)
-            step.intake.flush_deferred()
-            if not step.syncs or step.state is not State.OPEN or step.kind is not Kind.FULL:
+            if not self._may_send():
                 return
             with step.telling_peers():
                 for bucket, load in zip(step.reducer.buckets, self.memory.loads, strict=True):
-                    if load.unit is unit and bucket.num_pending and not bucket.num_due and not bucket.has_left:
-                        for slot in bucket.slots:
-                            if not slot.ready:
-                                step.note_ready(slot, found_unused=not slot.dirty)
+                    if load.unit is unit:
+                        self._end(bucket, lambda slot: True)
                 step.send_complete()
+
+    def _may_send(self) -> bool:
+        """Whether units leave in the backward that is running; begins its pass."""
+        step = self.step
+        if isinstance(self.exchange, HookExchange) or step.closing.is_compared:
+            return False  # nobody waits in there
+        if not step.is_in_pass:
+            task = torch_private.graph_task_id()
+            if task == self._other_task:
+                return False
+            if not step.takes_part():
+                self._other_task = task  # torch.autograd.grad
+                return False
+            step.lane.begin(step)
+        step.intake.flush_deferred()
+        return step.syncs and step.state is State.OPEN and step.kind is Kind.FULL
+
+    def _end(self, bucket: LiveBucket, is_over: Callable[[Slot], bool]) -> None:
+        if bucket.num_pending and not bucket.num_due and not bucket.has_left:
+            for slot in bucket.slots:
+                if not slot.ready and is_over(slot):
+                    self.step.note_ready(slot, found_unused=not slot.dirty)
 
     def set_comm_hook(self, state: Any, hook: Any, name: str) -> None:
         reducer = self.step.reducer

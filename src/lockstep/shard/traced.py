@@ -74,13 +74,16 @@ def _put(module: Any, unit: Any, gathered: list[list[Tensor]]) -> list[Place]:
     for path, own in module._lockstep_paths:
         owner = _at(module, path)
         before = owner._parameters
-        whole = {}
+        mine = {}
         for name, number, position in own:
             tensor = gathered[number][position]
-            whole[name] = tensor if unit.stores[number].trains[position] else tensor.detach()
-        for name in before:
+            mine[name] = tensor if unit.stores[number].trains[position] else tensor.detach()
+        whole = {}
+        for name in before:  # in the order in which a program goes through them
+            whole[name] = mine[name] if name in mine else before[name]
+        for name in mine:
             if name not in whole:
-                whole[name] = before[name]
+                whole[name] = mine[name]
         places.append((owner, before))
         object.__setattr__(owner, "_parameters", whole)
     return places

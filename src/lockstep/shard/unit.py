@@ -251,8 +251,10 @@ class Unit:
                     continue
                 comm = self.gather_comm or (GroupMemory() if self.uses_group_memory else None)
                 if self.gather_log is not None:
-                    self.gather_log.start(self, number)
+                    self.gather_log.compare(self, number)
                 store.start(self.links.gather, comm, f"gather of {self.name} ({number})")
+                if self.gather_log is not None:
+                    self.gather_log.note(self, number)
         self.residence = Residence.GATHERING
         self._note("gather", start)
 
@@ -264,8 +266,10 @@ class Unit:
         if not store.has_part:
             return False
         if self.gather_log is not None:
-            self.gather_log.start(self, number, among_keepers=True)
+            self.gather_log.compare(self, number, among_keepers=True)
         store.start_among_keepers(self.links.keepers(self.num_keepers), f"gather of {self.name}")
+        if self.gather_log is not None:
+            self.gather_log.note(self, number, among_keepers=True)
         return True
 
     def free_after_forward(self) -> None:

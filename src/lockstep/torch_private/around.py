@@ -13,16 +13,20 @@ __all__ = ["global_hooks", "modes_around", "noting_seeds"]
 
 
 def global_hooks() -> tuple[Hashable, ...]:
-    """The hooks on all modules, and on what autograd keeps: they can be set in public, but not seen."""
+    """The hooks on all modules, and on what autograd keeps: they can be set in public, but not seen.
+
+    Each by its identity, as one may have no hash; they are kept by torch for as long as they are in use.
+    """
     from torch.nn.modules import module
 
-    return (
+    hooks: list[Any] = [
         *module._global_forward_pre_hooks.values(),
         *module._global_forward_hooks.values(),
         *module._global_backward_pre_hooks.values(),
         *module._global_backward_hooks.values(),
-        torch._C._autograd._top_saved_tensors_default_hooks(False),
-    )
+        *(torch._C._autograd._top_saved_tensors_default_hooks(False) or ()),
+    ]
+    return tuple(map(id, hooks))
 
 
 def modes_around() -> list[str]:

@@ -264,7 +264,8 @@ def when_compiling_fails(tell: Callable[[BaseException], None]) -> None:
     handler = torch._dynamo.callback.callback_handler
 
     def ended(_: Any) -> None:
-        handler.end_callbacks[:] = [callback for callback in handler.end_callbacks if callback is not ended]
+        # Another list: dynamo goes through this one just now.
+        handler.end_callbacks = [callback for callback in handler.end_callbacks if callback is not ended]
         _watched.clear()
         error = sys.exc_info()[1]
         if error is not None:

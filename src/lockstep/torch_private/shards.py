@@ -62,7 +62,8 @@ def set_local(dtensor: Any, local: torch.Tensor) -> None:
     It tells compilers the place of its local part in memory as its own, so that is changed with it.
     """
     with torch.no_grad():
-        if dtensor.storage_offset() != local.storage_offset() or dtensor.dtype != local.dtype:
+        is_alike = dtensor.dtype == local.dtype and dtensor.device == local.device
+        if not is_alike or dtensor.storage_offset() != local.storage_offset():
             dtensor.data = dtensor_around(local, dtensor._spec)
     dtensor._local_tensor = local
 
