@@ -293,6 +293,34 @@ def test_several_optimizers(tmp_path: Path) -> None:
         load(tmp_path, again, extra={"two": new_one})
 
 
+class Lookahead(torch.optim.SGD):
+    """Keeps something that belongs to no parameter."""
+
+    slow = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "slow": self.slow}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.slow = state_dict["slow"]
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "slow"})
+
+
+def test_an_optimizer_that_keeps_more_than_the_state_of_parameters(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = Lookahead(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.slow = 7
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    save(tmp_path, model, step=torch.tensor(3), extra={"it": optimizer}, asynchronous=False)
+    again = Lookahead(model.parameters(), lr=0.1, momentum=0.9)
+    load(tmp_path, model, extra={"it": again})
+    assert again.slow == 7
+    assert str(again.state_dict()) == str(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"belongs to no parameter \(slow\); give it as extra="):
+        save(tmp_path, model, optimizer, step=4, asynchronous=False)
+
+
 def test_several_optimizers_are_told_how(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="optimizer is a list; give one optimizer, and others by name"):
         save(tmp_path, nn.Linear(1, 1), [], step=1)  # type: ignore[arg-type]

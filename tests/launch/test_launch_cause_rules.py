@@ -46,6 +46,12 @@ def test_torchs_own_words_of_a_broken_connection_are_a_consequence() -> None:
     assert find_cause([failed(0, 10.0, broken), failed(1, 10.3, code=-11)]).rank == 1
 
 
+def test_a_connection_of_the_programs_own_is_no_rank() -> None:
+    done = RankFacts(0, 100, "host", Ending.DONE, 0, 9.0, Place(pid=1, step=5, moment="collect", time=9.0))
+    upload = ConnectionRefusedError("[Errno 111] Connection refused")
+    assert find_cause([done, failed(1, 10.0, upload)]).rank == 1
+
+
 def test_an_error_raised_from_a_lost_peer_is_a_consequence() -> None:
     try:
         try:
