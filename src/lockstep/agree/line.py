@@ -157,11 +157,11 @@ def end_threads(seconds: float) -> None:
 
 def _end_thread(thread: threading.Thread, shared: _Shared, seconds: float) -> None:
     """Wait for a thread that was told to end; one that is inside a store that stands still is hung up on."""
-    for _ in range(_MOST_ROUNDS):
+    for _ in range(_MOST_ROUNDS):  # on a busy machine a store that answers may take longer
         num_done = shared.num_done
         thread.join(seconds)
         if not thread.is_alive() or shared.num_done == num_done:
-            break  # a busy machine is no store that stands still
+            break
     if thread.is_alive():
         hang_up(port_of(shared.store))
         thread.join(seconds)
