@@ -81,7 +81,8 @@ def test_a_line_ends_while_the_host_of_its_store_stands_still(held: bool) -> Non
         thread = line._thread
         host.send_signal(signal.SIGSTOP)
         with pytest.raises(StoreSilent):
-            line.ask(lambda s: s.add("number", 1), 0.2)
+            for _ in range(300):  # the signal takes its time to reach the thread that serves
+                line.ask(lambda s: s.add("number", 1), 0.2)
         if held:
             line.close(0.2)
         else:
