@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from launching import LOCKSTEP, Finished, Launch, write_script
+from lockstep.agree.alive import is_standing_still
 
 RUN = [*LOCKSTEP, "run"]
 
@@ -99,4 +101,6 @@ def report(folder: Path) -> dict:
 def signal_rank(launch: Launch, rank: int, number: int) -> int:
     pid = process_of_rank(launch, rank)
     os.kill(pid, number)
+    if number == signal.SIGSTOP:  # it takes its time to reach all threads
+        wait_until(lambda: is_standing_still(pid), launch)
     return pid

@@ -10,6 +10,7 @@ import pytest
 
 from launch.jobs import wait_until
 from launching import Launch, write_script
+from lockstep.agree.alive import is_standing_still
 from multirank.harness import lockstep_only
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
@@ -57,6 +58,7 @@ def test_a_process_ends_well_while_its_store_stands_still(tmp_path: Path) -> Non
         ranks = [Launch([sys.executable, rank, tmp_path, str(number)], env=env) for number in range(2)]
         wait_until(lambda: all((tmp_path / f"ready-{number}").exists() for number in range(2)), ranks[0])
         host.process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: is_standing_still(host.process.pid), host)
         (tmp_path / "go").touch()
         wait_until(lambda: any((tmp_path / f"ending-{number}").exists() for number in range(2)))
         host.process.send_signal(signal.SIGCONT)
