@@ -70,6 +70,11 @@ time.sleep(100_000)
 """
 
 
+def ask_for_long(line: Line) -> None:
+    for _ in range(300):  # a signal takes its time to reach the thread that serves
+        line.ask(lambda s: s.add("number", 1), 0.2)
+
+
 @pytest.mark.parametrize("held", [True, False])
 def test_a_line_ends_while_the_host_of_its_store_stands_still(held: bool) -> None:
     host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)
@@ -81,8 +86,7 @@ def test_a_line_ends_while_the_host_of_its_store_stands_still(held: bool) -> Non
         thread = line._thread
         host.send_signal(signal.SIGSTOP)
         with pytest.raises(StoreSilent):
-            for _ in range(300):  # the signal takes its time to reach the thread that serves
-                line.ask(lambda s: s.add("number", 1), 0.2)
+            ask_for_long(line)
         if held:
             line.close(0.2)
         else:
