@@ -226,8 +226,8 @@ class Whole:
         if self._shards is not None and self._has_sum:
             self._shards.note_local(self._has_sum)
         before, versions = self._as_seen() if not self._never else ((), {})
-        with self._sizes.timed(is_last):
-            result = recipe.micro(tree, is_last=is_last)
+        result = recipe.micro(tree, is_last=is_last)
+        self._sizes.note(recipe.backward_seconds, is_last)
         if is_last:
             recipe.update()
         elif recipe.options.accumulate > 1:

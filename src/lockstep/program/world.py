@@ -231,7 +231,7 @@ def _of_class(kind: type) -> list[Any]:
 
 
 def _is_operator(name: str, value: Any) -> bool:
-    """Whether it is a function that Python calls for a program: ``__call__``, ``__getitem__``; not to make an object."""
+    """Whether it is a function that Python calls for a program, ``__getitem__`` say; none that makes objects."""
     return isinstance(value, types.FunctionType) and name not in ("__init__", "__new__", "__post_init__", "__repr__")
 
 
