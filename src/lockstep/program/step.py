@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep import torch_private
 from lockstep.program import loading, open_windows, precompiling
 from lockstep.program.by_bucket import BucketUpdates, why_not_by_bucket
 from lockstep.program.captured import Captured
@@ -25,6 +24,7 @@ from lockstep.program.reasons import JOINED, why_not_captured, why_not_graph
 from lockstep.program.recipe import Recipe
 from lockstep.program.record import Record, StepExplanation
 from lockstep.program.together import Together
+from lockstep.program.unguarded import Compiled
 from lockstep.program.whole import Whole
 
 _WORDS = {
@@ -196,13 +196,7 @@ class TrainStep:
         if chosen is Mode.GRAPH:
             return Whole(self._recipe, self._together, self._record)
         if chosen is Mode.COMPILED:
-            # A code object of its own, or two steps would share their graphs, and run out of room for them.
-            model, loss = self._options.model, self._options.loss
-
-            def compute(batch: Any) -> Any:
-                return loss(model, batch)
-
-            self._recipe.compute = torch.compile(torch_private.own_code(compute))
+            self._recipe.compute = Compiled(self._options.model, self._options.loss, self._record)
         return _Loop(self._recipe, self._record, self._together)
 
     def explain(self) -> StepExplanation:

@@ -360,6 +360,8 @@ def why_no_program(graph: Any) -> str:
             name = str(node.target).removeprefix("c10d.").removesuffix(".default").strip("_")
             what = f"a collective of torch.distributed ({name}) runs in place at {_place(node)}"
             return f"{what}; functional ones can be traced"
+        if "mkldnn_rnn_layer" in str(node.target):
+            return f"a recurrent layer runs by oneDNN at {_place(node)}, which keeps nothing for a backward of ours"
         if isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape):
             what = f"the shape of what {operator_shown(node.target)} returns depends on the values of a tensor"
             return f"{what} (at {_place(node)})"
