@@ -81,12 +81,16 @@ def _users_line(outermost: Any) -> str | None:
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code is not outermost:
         file = frame.f_code.co_filename
-        if not file.startswith(_NOT_THE_USERS):
+        if not file.startswith(_NOT_THE_USERS) and file not in _PASSED_THROUGH:
             return f'File "{file}", line {frame.f_lineno}, in {frame.f_code.co_name}'
         frame = frame.f_back
     return None
 
 
+# Files of which functions stand around others: decorators, contexts.
+_PASSED_THROUGH = frozenset(
+    getattr(sys.modules.get(name), "__file__", None) for name in ("typing_extensions", "contextlib", "functools")
+)
 _NOT_THE_USERS = ("<", str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)
 
 
