@@ -233,6 +233,12 @@ def replace_head(scene: Scene) -> None:
     scene.optimizer.param_groups[0]["params"][2:] = list(scene.model.last.parameters())
 
 
+def replace_head_alone(scene: Scene) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        scene.model.last = nn.Linear(6, 1)
+
+
 EVENTS: list[Callable[[Scene], None]] = [
     *(set_global, set_loss, set_config, set_table, set_list, assign_buffer, swap_module, replace_forward),
     *(set_class, set_class_of_model, set_module, set_function, set_slot, set_array, set_variable, set_hidden),
@@ -240,7 +246,7 @@ EVENTS: list[Callable[[Scene], None]] = [
     *(set_deep, set_long, set_default, replace_method, replace_operator, replace_function_of_python),
     *(replace_function_of_torch, replace_functional, replace_functional_that_torch_calls, replace_forward_of_torch),
     replace_method_of_tensors,
-    *(add_forward_hook, add_gradient_hook, add_optimizer_hook, clear_state, replace_head),
+    *(add_forward_hook, add_gradient_hook, add_optimizer_hook, clear_state, replace_head, replace_head_alone),
 ]
 
 
@@ -316,3 +322,18 @@ def test_what_the_code_of_a_function_reads() -> None:
     assert {"get", "items"} <= set(reads.names)
     assert reads.imports == ("json.decoder",)
     assert {"json", "json.decoder"} <= {module.__name__ for module in modules_of(outer)}
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_parameters_that_a_program_would_hold(stays: bool, uncompiled: None) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = lockstep.TrainStep(model, optimizer, lambda m, x: m(x).square().mean(), mode="graph")
+    for index in range(6):
+        if index == 3:
+            model.append(nn.Linear(4, 4)) if stays else model.__setitem__(1, nn.Linear(4, 4))
+        step(torch.ones(2, 4))
+    explained = step.explain()
+    assert explained.num_program_calls == 2
+    words = "2.weight came to the model after the step was made" if stays else "not, or no longer, the model's"
+    assert words in " ".join(explained.reasons)
