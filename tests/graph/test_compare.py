@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from lockstep import torch_private
 from lockstep.agree.board import Board
+from lockstep.graph import compare as comparing
 from lockstep.graph.compare import Facts, compare, describe_graph, difference
 
 
@@ -143,6 +145,17 @@ def test_constants_count_and_so_do_those_of_inner_graphs() -> None:
     assert "numbers of the host at test_compare.py:" in table  # the line is named
     assert "mul(2.0)" in table
     assert digest_of(found[0]) != digest_of(found[1])
+
+
+def test_small_tensors_that_a_program_holds_count() -> None:
+    def traced(constant: float) -> Any:
+        return torch_private.trace_program(lambda x: (x * torch.tensor(constant),), [torch.ones(3)])
+
+    one, again, other = traced(1.0), traced(1.0), traced(2.0)
+    assert comparing.digest_of(one) == comparing.digest_of(again) != comparing.digest_of(other)
+    facts = [comparing.describe_program(graph, "") for graph in (one, other)]
+    differing = [name for name in facts[0] if facts[0][name] != facts[1][name]]
+    assert any("test_compare.py:" in name for name in differing)
 
 
 def test_the_difference_names_rank_input_and_shape() -> None:

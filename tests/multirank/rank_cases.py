@@ -109,6 +109,11 @@ class ReadsRank(Base):
         return x * (1 + dist.get_rank())
 
 
+class ReadsRankAsTensor(Base):
+    def use(self, x: Tensor) -> Tensor:
+        return x * torch.tensor(1.0 + dist.get_rank())
+
+
 class ReadsGroupRank(Base):
     def use(self, x: Tensor) -> Tensor:
         return x + self.group.rank() - dist.get_rank(self.new) / 2

@@ -142,7 +142,7 @@ def test_hooks_of_modules_and_tensors_without_compiled_autograd() -> None:
 IN_STEPS = (
     *("GroupSizes", "GroupFacts", "MeshFacts", "MeshGroup", "Placements", "FromLocal", "Redistribute"),
     *("FunctionalSums", "LaterWait", "InPlace", "ForwardHooks", "Available", "Environment", "ReadsRank"),
-    *("GathersShards", "DTensorParameter"),
+    *("GathersShards", "DTensorParameter", "ReadsRankAsTensor"),
 )
 IN_SHARDS = ("GroupFacts", "MeshGroup", "Placements", "FromLocal", "FunctionalSums", "ForwardHooks", "ReadsRank")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
@@ -226,3 +227,37 @@ def test_the_first_steps_may_all_be_skipped(uncompiled: None) -> None:
     assert 0 < ends[0]["steps"] < 24
     assert step.explain().num_program_calls > 4
     assert_close(*ends)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer by torch's own function, which no module tells of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.randn(*shape) for shape in ((16, 6), (16, 4), (16,), (16,))])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x, start = x.unsqueeze(1), torch.zeros(1, 1, 4)
+        return tuple(torch.lstm(x, [start, start], list(self.weights), True, 1, 0.0, True, False, False)[0].unbind(1))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [(lambda: nn.LSTM(6, 4), "LSTM is a recurrent layer"), (Recurrent, "a recurrent layer runs by oneDNN")],
+)
+def test_a_recurrent_layer_runs_by_the_loop(make: Any, words: str, uncompiled: None) -> None:
+    def run(mode: str) -> tuple[list[Tensor], Any]:
+        torch.manual_seed(0)
+        model = make()
+        step = lockstep.TrainStep(model, torch.optim.Adam(model.parameters(), lr=0.1), recurrent_loss, mode=mode)
+        for index in range(4):
+            step(batch_of(index))
+        return [p.detach() for p in model.parameters()], step.explain()
+
+    found, explained = run("graph")
+    assert words in " ".join(explained.reasons) or not torch.backends.mkldnn.is_available()
+    torch.testing.assert_close(found, run("loop")[0])
+
+
+def recurrent_loss(model: Any, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch["x"])[0], batch["y"])

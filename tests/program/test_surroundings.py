@@ -230,9 +230,66 @@ def forks(model: Any, batch: Any) -> Tensor:
         return plain_loss(model, batch)
 
 
+def seeds_the_generator(model: Any, batch: Any) -> Tensor:
+    torch.default_generator.manual_seed(3)
+    return plain_loss(model, batch)
+
+
+def seeds_and_puts_back(model: Any, batch: Any) -> Tensor:
+    before = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(3)
+    loss = plain_loss(model, batch)
+    torch.default_generator.set_state(before)
+    return loss
+
+
+def draws_the_same_twice(model: Any, batch: Any) -> Tensor:
+    before = torch.default_generator.get_state()
+    loss = plain_loss(model, batch)
+    torch.default_generator.set_state(before)
+    return loss + 0.5 * plain_loss(model, batch)
+
+
+def draws_of_its_own(model: Any, batch: Any) -> Tensor:
+    noise = torch.randn(batch["x"].shape, generator=torch.Generator().manual_seed(7))
+    return plain_loss(model, {**batch, "x": batch["x"] + noise})
+
+
+def draws_of_a_copy(model: Any, batch: Any) -> Tensor:
+    noise = torch.randn(batch["x"].shape, generator=torch.default_generator.clone_state())
+    return plain_loss(model, {**batch, "x": batch["x"] + noise})
+
+
+def names_the_default(model: Any, batch: Any) -> Tensor:
+    noise = torch.randn(batch["x"].shape, generator=torch.default_generator)
+    return plain_loss(model, {**batch, "x": batch["x"] + noise})
+
+
+def asks_for_the_seed(model: Any, batch: Any) -> Tensor:
+    return plain_loss(model, batch) * (1 + torch.initial_seed() % 7)
+
+
+class DroppingBefore(Dropping):
+    """Drops outside of what is checkpointed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, drop, *rest = self.inner
+        return checkpoint(nn.Sequential(*rest), drop(first(x)), use_reentrant=False)
+
+
 @pytest.mark.parametrize(
     ("model", "loss", "words"),
     [
+        (Dropping, seeds_the_generator, "random numbers are set back"),
+        (Mlp, seeds_the_generator, "random numbers are set back"),
+        (Dropping, seeds_and_puts_back, "random numbers are set back"),
+        (Mlp, seeds_and_puts_back, ""),  # nothing random in it
+        (Dropping, draws_the_same_twice, "random numbers are set back"),
+        (Mlp, draws_of_its_own, "a generator of its own"),
+        (Mlp, draws_of_a_copy, "a generator of its own"),
+        (Dropping, names_the_default, ""),
+        (Mlp, asks_for_the_seed, "asks for the seed"),
+        (DroppingBefore, plain_loss, ""),
         (Mlp, backward_inside, "a backward of its own"),
         (Dropping, checkpointed, "random numbers are set back"),
         (Dropping, seeds, "random numbers are set back"),

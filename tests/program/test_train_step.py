@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from program.loops import CASES, Mlp, assert_close, assert_same, batch_of, by_hand, by_step, make_step, set_up
+from program.loops import CASES, Mlp, assert_close, assert_same, batch_of, by_hand, by_step, loss_of, make_step, set_up
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "ddp"])
@@ -226,3 +227,28 @@ def test_a_scheduler_of_another_optimizer_is_refused() -> None:
 def test_a_loss_that_is_none_is_refused(loss: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         made(loss=loss)(torch.ones(2, 6))
+
+
+@pytest.mark.parametrize("mode", ["loop", "graph"])
+def test_a_step_in_the_middle_of_anothers_micro_batches_is_an_error(mode: str, uncompiled: None) -> None:
+    model, other = Mlp(), Mlp()
+    first, second, apart = (
+        lockstep.TrainStep(m, torch.optim.SGD(m.parameters(), lr=0.1), loss_of, accumulate=2, mode=mode)
+        for m in (model, model, other)
+    )
+    for index in range(8):  # in turns
+        for step in (first, second, apart):
+            step(batch_of(index)), step(batch_of(index + 1))
+    first(batch_of(0))
+    apart(batch_of(0))  # nothing of it is the first one's
+    with pytest.raises(RuntimeError, match=r"1 of 2 are in the gradients of first\.weight and others"):
+        second(batch_of(0))
+    first(batch_of(1))
+    second(batch_of(0))
+    with pytest.raises(RuntimeError, match="in the middle"):
+        first(batch_of(0))
+    second.reset()
+    assert not first(batch_of(0))[0].requires_grad
+    del first  # one that is gone is in nobody's way
+    gc.collect()
+    second(batch_of(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import ModuleType, SimpleNamespace
@@ -10,12 +11,16 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lockstep
+from lockstep.program.code import modules_of, reads_of
 from lockstep.program.world import World
 
 factor = 1.0
+tree = {"a": {"b": {"c": {"d": {"e": 1.0}}}}}
+step = 1.0  # the name of an attribute of the model, too
 numbers = ModuleType("numbers_of_a_test")
 array = numpy.ones(3)
 variable: ContextVar[float] = ContextVar("variable", default=1.0)
@@ -40,6 +45,7 @@ def reset_python() -> None:
     """All that is set below, as it is in the beginning."""
     global factor
     factor = Settings.gamma = slotted.delta = Net.eta = array[0] = 1.0
+    tree["a"]["b"]["c"]["d"]["e"] = 1.0
     helper.epsilon = numbers.zeta = 1.0  # type: ignore[attr-defined]
     variable.set(1.0)
 
@@ -55,9 +61,14 @@ class Net(nn.Module):
         self.table = {"beta": 1.0}
         self.scales = [1.0]
         self._hidden = [{"theta": 1.0}]
+        self.long = [1.0] * 1000
+        self.step = 1.0
+
+    def scaled(self, y: Tensor) -> Tensor:
+        return y * self.step * self.long[700]
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.last(self.act(self.first(x)))
+        y = self.scaled(self.last(F.relu(self.act(self.first(x)))))
         y = y * self.config.alpha * self.table["beta"] * self.scales[0] + self.shift
         return y * self.eta * self._hidden[0]["theta"] * Settings.gamma
 
@@ -65,7 +76,11 @@ class Net(nn.Module):
 class Loss:
     weight = 1.0
 
-    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+    def __getitem__(self, index: int) -> float:
+        return tree["a"]["b"]["c"]["d"]["e"]
+
+    def __call__(self, model: nn.Module, x: Tensor, *, by_keyword: float = 1.0) -> Tensor:
+        x = (lambda y: torch.tanh(y) * math.sqrt(by_keyword))(x) * self[0]
         more = slotted.delta * helper() * float(array[0]) * variable.get()
         return model(x).square().mean() * self.weight * factor * more
 
@@ -74,6 +89,7 @@ class Scene(SimpleNamespace):
     model: Net
     loss: Loss
     optimizer: torch.optim.Optimizer
+    patch: pytest.MonkeyPatch
 
 
 def set_global(scene: Scene) -> None:
@@ -115,6 +131,50 @@ def set_hidden(scene: Scene) -> None:
 
 def delete_state_of_one(scene: Scene) -> None:
     del scene.optimizer.state[scene.model.last.weight]
+
+
+def set_deep(scene: Scene) -> None:
+    tree["a"]["b"]["c"]["d"]["e"] = 3.0
+
+
+def set_long(scene: Scene) -> None:
+    scene.model.long[700] = 3.0
+
+
+def replace_function_of_torch(scene: Scene) -> None:
+    scene.patch.setattr(torch, "tanh", torch.sin)
+
+
+def replace_functional(scene: Scene) -> None:
+    scene.patch.setattr(F, "relu", torch.sin)
+
+
+def replace_functional_that_torch_calls(scene: Scene) -> None:
+    scene.patch.setattr(F, "linear", lambda x, weight, bias: 2 * (x @ weight.t()) + bias)
+
+
+def replace_forward_of_torch(scene: Scene) -> None:
+    scene.patch.setattr(nn.Tanh, "forward", lambda self, x: torch.sin(x))
+
+
+def replace_method_of_tensors(scene: Scene) -> None:
+    scene.patch.setattr(Tensor, "square", lambda self: self.abs(), raising=False)
+
+
+def replace_function_of_python(scene: Scene) -> None:
+    scene.patch.setattr(math, "sqrt", lambda x: 3.0)
+
+
+def replace_method(scene: Scene) -> None:
+    scene.patch.setattr(Net, "scaled", lambda self, y: 3 * y)
+
+
+def replace_operator(scene: Scene) -> None:
+    scene.patch.setattr(Loss, "__getitem__", lambda self, index: 3.0)
+
+
+def set_default(scene: Scene) -> None:
+    scene.patch.setattr(Loss.__call__, "__kwdefaults__", {"by_keyword": 3.0})
 
 
 def set_loss(scene: Scene) -> None:
@@ -173,11 +233,20 @@ def replace_head(scene: Scene) -> None:
     scene.optimizer.param_groups[0]["params"][2:] = list(scene.model.last.parameters())
 
 
+def replace_head_alone(scene: Scene) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        scene.model.last = nn.Linear(6, 1)
+
+
 EVENTS: list[Callable[[Scene], None]] = [
     *(set_global, set_loss, set_config, set_table, set_list, assign_buffer, swap_module, replace_forward),
     *(set_class, set_class_of_model, set_module, set_function, set_slot, set_array, set_variable, set_hidden),
     delete_state_of_one,
-    *(add_forward_hook, add_gradient_hook, add_optimizer_hook, clear_state, replace_head),
+    *(set_deep, set_long, set_default, replace_method, replace_operator, replace_function_of_python),
+    *(replace_function_of_torch, replace_functional, replace_functional_that_torch_calls, replace_forward_of_torch),
+    replace_method_of_tensors,
+    *(add_forward_hook, add_gradient_hook, add_optimizer_hook, clear_state, replace_head, replace_head_alone),
 ]
 
 
@@ -193,7 +262,8 @@ def train(mode: str, event: Callable[[Scene], None]) -> list[Tensor]:
     reset_python()
     torch.manual_seed(0)
     model = Net()
-    scene = Scene(model=model, loss=Loss(), optimizer=torch.optim.Adam(model.parameters(), lr=0.05))
+    optimizer, patch = torch.optim.Adam(model.parameters(), lr=0.05), pytest.MonkeyPatch()
+    scene = Scene(model=model, loss=Loss(), optimizer=optimizer, patch=patch)
     step = lockstep.TrainStep(model, scene.optimizer, scene.loss, mode=mode) if mode != "by hand" else None
     batches = torch.Generator().manual_seed(1)
     losses = []
@@ -202,6 +272,7 @@ def train(mode: str, event: Callable[[Scene], None]) -> list[Tensor]:
             event(scene)
         x = torch.randn(8, 4, generator=batches)
         losses.append(by_hand(scene, x) if step is None else step(x))
+    patch.undo()
     reset_python()
     if mode == "graph":
         assert step is not None
@@ -224,3 +295,45 @@ def test_a_world_that_stays_the_same_is_equal_to_itself() -> None:
     before = world.values()
     assert world.values() == before
     assert world.changed(before) == ""
+
+
+def test_an_attribute_with_the_name_of_a_global_is_no_global() -> None:
+    global step
+    reset_python()
+    model, loss = Net(), Loss()
+    world = World(model, loss)
+    before = world.values()
+    step = 2.0
+    assert world.values() == before
+    model.step = 2.0
+    assert world.values() != before
+    step = 1.0
+
+
+def test_what_the_code_of_a_function_reads() -> None:
+    def outer() -> Any:
+        import json.decoder
+
+        return json, [variable.get() for _ in range(2)], (lambda: tree.items())()
+
+    reads = reads_of(outer.__code__)
+    assert {"variable", "tree", "range"} <= set(reads.globals)
+    assert not {"get", "items"} & set(reads.globals)
+    assert {"get", "items"} <= set(reads.names)
+    assert reads.imports == ("json.decoder",)
+    assert {"json", "json.decoder"} <= {module.__name__ for module in modules_of(outer)}
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_parameters_that_a_program_would_hold(stays: bool, uncompiled: None) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = lockstep.TrainStep(model, optimizer, lambda m, x: m(x).square().mean(), mode="graph")
+    for index in range(6):
+        if index == 3:
+            model.append(nn.Linear(4, 4)) if stays else model.__setitem__(1, nn.Linear(4, 4))
+        step(torch.ones(2, 4))
+    explained = step.explain()
+    assert explained.num_program_calls == 2
+    words = "2.weight came to the model after the step was made" if stays else "not, or no longer, the model's"
+    assert words in " ".join(explained.reasons)

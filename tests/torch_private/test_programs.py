@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,6 +31,24 @@ def test_trace_program() -> None:
     assert weight.tolist() == [-3.0, -3.0]
     with pytest.raises(Exception, match=r"(?i)data.?dependent"):
         private.trace_program(lambda x: x if x.sum() > 0 else -x, [torch.ones(2)])
+
+
+@contextlib.contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def test_trace_program_names_the_line_behind_a_decorator() -> None:
+    within = _nothing()(torch.sin)  # a frame of contextlib stands between
+    graph = private.trace_program(lambda x: within(x), [torch.ones(2)])
+    (node,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+    assert __file__ in node.meta["stack_trace"]
+
+
+def test_trace_program_tells_before_each_operator() -> None:
+    told: list[str] = []
+    private.trace_program(lambda x: torch.rand_like(x) + x.sin(), [torch.ones(2)], lambda f, *_: told.append(f.name()))
+    assert told == ["aten::rand_like", "aten::sin", "aten::add.Tensor"]
 
 
 def test_TraceError() -> None:

@@ -29,6 +29,7 @@ _REASON = "compiled again because"
 _BAKED = "numbers of the host at "  # and the place in the program that put them into the graph
 _PLACE = re.compile(r'File "([^"]+)", line (\d+)')
 _MAX_SECTIONS = 8
+_MOST_HELD = 256  # elements of a tensor in a graph; a larger one is data
 # The place of what no line of the user's has called, and of what no number tells.
 IN_BACKWARD = "a line of which the backward needs it"
 SOMEWHERE = "a line that is not known (the same numbers, another order of operations)"
@@ -71,7 +72,9 @@ def baked_numbers(gm: fx.GraphModule, otherwise: str = "") -> Facts:
             place = place_of(node) or otherwise
             if place and node.op.startswith("call_"):
                 name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-                shown = [str(a) for a in (*node.args, *node.kwargs.values()) if not isinstance(a, fx.Node)]
+                given = (*node.args, *node.kwargs.values())
+                shown = [str(a) for a in given if not isinstance(a, fx.Node)]
+                shown += [held for a in given if (held := held_by(module, a))]
                 numbers = [OF_THIS_PROCESS.sub("", text) for text in shown]
                 found.setdefault(place, []).append(f"{name}({', '.join(numbers)})")
     return {_BAKED + place: " ".join(calls) for place, calls in found.items()}
@@ -89,7 +92,19 @@ def graph_digest(facts: Facts) -> str:
 
 def digest_of(gm: fx.GraphModule) -> str:
     """Stands for all of a graph, without what only its own process has."""
-    return hashlib.sha256(OF_THIS_PROCESS.sub("", str(gm.graph)).encode()).hexdigest()
+    held = [held_by(gm, node) for node in gm.graph.find_nodes(op="get_attr")]
+    text = "\n".join([str(gm.graph), *filter(None, held)])
+    return hashlib.sha256(OF_THIS_PROCESS.sub("", text).encode()).hexdigest()
+
+
+def held_by(gm: torch.nn.Module, node: Any) -> str:
+    """The values of a small tensor that a graph holds, ``torch.tensor(rank)`` say; empty for anything else."""
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        return ""
+    value = getattr(gm, str(node.target), None)
+    if type(value) is not Tensor or value.is_meta or value.numel() > _MOST_HELD:
+        return ""
+    return f"{value.dtype} {value.tolist()}"
 
 
 def place_of(node: fx.Node) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-_OF_TORCH = "torch's generator of the CPU"
+OF_TORCH = "torch's generator of the CPU"
 _ELSEWHERE = 0x10C57E9  # no program of anybody's begins here
 
 
@@ -31,7 +31,7 @@ class HostRandomness:
         if random.getstate() != self._python:
             found.append("Python's random")
         if not torch.equal(torch.get_rng_state(), self._begun):
-            found.append(_OF_TORCH)
+            found.append(OF_TORCH)
         numpy = sys.modules.get("numpy")
         if numpy is not None and self._numpy is not None:
             now = numpy.random.get_state()
@@ -47,16 +47,52 @@ class HostRandomness:
             sys.modules["numpy"].random.set_state(self._numpy)
 
 
-def why_not_so_random(graph: Any, drawn: Sequence[str], seeded: Sequence[str]) -> str:
-    """Why a program of this trace would draw other random numbers than the step; empty if it would not.
+class Draws:
+    """Follows torch's generator of the CPU through a trace, in which nothing is drawn.
 
-    It draws on from where the generator is, whatever the step has set it to.  A checkpoint sets it back to compute its
-    layers once more, which is nothing where they draw none.
+    Each operator that will draw is given a seed of its own: if the generator has another one when the trace comes to
+    the next, the step has set it back or elsewhere by whatever means, and a program, which draws on from where the
+    generator is, would draw other numbers.  To set it and put it back is nothing where none are drawn in between.
     """
-    of_the_host = [name for name in drawn if name != _OF_TORCH]
-    if of_the_host:
-        return f"the step draws random numbers of the host ({', '.join(of_the_host)})"
-    draws = any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in graph.graph.nodes)
-    if not seeded or not (draws or _OF_TORCH in drawn):
-        return ""
-    return f"random numbers are set back inside of it ({seeded[0]}), as a checkpoint does around layers that draw some"
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_on_cpu = device.type == "cpu"
+        self._seed = _ELSEWHERE
+        self._draws = False
+        self._is_moved = False
+        self._has_own = False  # a generator that the step brings along
+
+    def before(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Look at the generator as the trace comes to an operator."""
+        if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
+            return
+        self._draws = True
+        self._is_moved = self._is_moved or torch.default_generator.initial_seed() != self._seed
+        self._seed += 1
+        torch.default_generator.manual_seed(self._seed)
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+        # The default one comes as another object here; a copy of it has not the new seed.
+        self._has_own = self._has_own or any(generator.initial_seed() != self._seed for generator in given)
+
+    @property
+    def is_as_left(self) -> bool:
+        """Whether the generator is where the last operator that draws has left it."""
+        return torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(self._seed).get_state())
+
+    def why_not(self, drawn: Sequence[str], seeded: Sequence[str]) -> str:
+        """Why a program of this trace would draw other random numbers than the step; empty if it would not.
+
+        ``drawn`` are random numbers of the host that were drawn meanwhile, ``seeded`` the calls that set some.
+        """
+        if of_the_host := [name for name in drawn if name != OF_TORCH]:
+            return f"the step draws random numbers of the host ({', '.join(of_the_host)})"
+        if self._has_own:
+            return "the step draws random numbers from a generator of its own"
+        if "initial_seed" in seeded:
+            return "the step asks for the seed of random numbers"
+        is_moved = self._is_moved or not self.is_as_left
+        # Of a GPU's generator only the calls are seen, not where it is.
+        if not is_moved and (self._is_on_cpu or not seeded or not self._draws):
+            return ""
+        how = seeded[0] if seeded else "a method of the generator"
+        return f"random numbers are set back inside of it ({how}), as a checkpoint does around layers that draw some"

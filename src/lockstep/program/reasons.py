@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from lockstep import torch_private
 from lockstep.engine.exchange import HookExchange, has_one_collective
@@ -50,6 +51,11 @@ def why_not_graph(options: Options, parallel: Parallel) -> list[str]:
     for name, parameter in options.model.named_parameters() if parallel.wrappers else ():
         if hasattr(parameter, "device_mesh"):
             found.append(f"{name} is a DTensor, of which a wrapper reduces the part that a rank has from Python")
+            break
+    for name, module in options.model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            named = f"{name} ({type(module).__name__})" if name else type(module).__name__
+            found.append(f"{named} is a recurrent layer, of which a program would hold every place of the sequence")
             break
     if options.average is not None and not isinstance(options.average, float):
         found.append("the weight average is kept by Python code of its own; average=0.999 is a part of the program")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class Recipe:
         self._held: list[int] = []  # by optimizers, when this was last looked at
         self.average = WeightAverage(options.model, options.average) if isinstance(options.average, float) else None
         self.grad_norm: Tensor | None = None  # of the last update, before it was clipped
+        self.backward_seconds = 0.0  # of the last micro-batch, on the host, with what it waited for
         self.compute: Callable[[Any], Any] = self._compute  # what is compiled, where something is
         self._device = parallel.device
         self.numbers = Numbers(options.optimizers, parallel.device)  # what a program reads of optimizers in each step
@@ -68,8 +70,11 @@ class Recipe:
             result = self.compute(batch)
             loss = loss_of(result)
             share = loss / options.accumulate if options.accumulate > 1 else loss
+            scaled = options.scaler.scale(share) if options.scales else share
+            begun = perf_counter()
             with self.by_bucket.in_backward() if self.by_bucket is not None else nullcontext():
-                (options.scaler.scale(share) if options.scales else share).backward()
+                scaled.backward()
+            self.backward_seconds = perf_counter() - begun
         return map_tensors(result, Tensor.detach)
 
     def update(self) -> None:

@@ -6,15 +6,10 @@ Sizes that the user did not give are chosen for the link and for how long a back
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from time import perf_counter
+from collections.abc import Sequence
 from typing import Any
 
 from lockstep.program import precompiling
-
-# Of a forward with its backward: a backward takes about twice as long.
-_BACKWARD_PART = 2 / 3
 
 
 class BucketSizes:
@@ -26,13 +21,16 @@ class BucketSizes:
         self._is_settled = False
         self._num_before = self._num_windows()
 
-    @contextmanager
-    def timed(self, is_last: bool) -> Iterator[None]:
-        """Run a forward and its backward by the loop; the first that ends a window tells how long they take."""
-        begun = perf_counter()
-        yield
-        if is_last and not self._seconds:
-            self._seconds = perf_counter() - begun
+    def note(self, backward_seconds: float, is_last: bool) -> None:
+        """Note how long a backward of the loop took, without what it waited for the link; the shortest counts.
+
+        The first forward of a process is slow, since much is made in it; a backward comes after one.
+        """
+        if self._is_settled or not self._wrappers:
+            return
+        waited = sum(_waited(wrapper.step.reducer.timeline) for wrapper in self._wrappers) if is_last else 0.0
+        seconds = max(backward_seconds - waited, _LEAST_SECONDS)
+        self._seconds = min(self._seconds or seconds, seconds)
 
     def settle(self) -> None:
         """Between two windows, choose; in a world that is pretended there is no link to measure.
@@ -45,7 +43,16 @@ class BucketSizes:
             return
         self._is_settled = True
         for wrapper in self._wrappers if precompiling.active is None else ():
-            wrapper._parts.compilation.settle_for_program(self._seconds * _BACKWARD_PART)
+            wrapper._parts.compilation.settle_for_program(self._seconds)
 
     def _num_windows(self) -> list[int]:
         return [wrapper.step.num_windows for wrapper in self._wrappers]
+
+
+_LEAST_SECONDS = 1e-6
+
+
+def _waited(timeline: Any) -> float:
+    """How long the window that has just ended stood still for the link, or for a slower rank."""
+    steps = timeline.steps
+    return float(steps[-1].exposed_seconds) if steps else 0.0

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep import torch_private
-from lockstep.program import loading, precompiling
+from lockstep.program import loading, open_windows, precompiling
 from lockstep.program.by_bucket import BucketUpdates, why_not_by_bucket
 from lockstep.program.captured import Captured
 from lockstep.program.cuda import CudaMachine
@@ -25,6 +24,7 @@ from lockstep.program.reasons import JOINED, why_not_captured, why_not_graph
 from lockstep.program.recipe import Recipe
 from lockstep.program.record import Record, StepExplanation
 from lockstep.program.together import Together
+from lockstep.program.unguarded import Compiled
 from lockstep.program.whole import Whole
 
 _WORDS = {
@@ -108,6 +108,7 @@ class TrainStep:
         index, is_last = self._micro, self.is_last
         if index == 0:
             self._recipe.follow_optimizers()
+            open_windows.require_alone(self)
         with self._passes.counted(index, is_last=is_last):
             result = self._runner.micro(batch, index, is_last=is_last)
         if is_last:
@@ -115,8 +116,13 @@ class TrainStep:
             self.num_updates += 1
             if precompiling.active is not None:
                 precompiling.active.after_update(self)
-        self._micro = 0 if is_last else index + 1
+        self._now_at(0 if is_last else index + 1)
         return result
+
+    def _now_at(self, micro: int) -> None:
+        """The next call is micro-step ``micro`` of its window."""
+        self._micro = micro
+        open_windows.note(self, is_open=micro > 0)
 
     @property
     def is_last(self) -> bool:
@@ -134,7 +140,7 @@ class TrainStep:
         In the middle of micro-batches it is for all ranks: they compare how many they have run.
         """
         self._passes.drop(self._micro)
-        self._micro = 0
+        self._now_at(0)
         self._parallel.drop_local_gradients()
         self._recipe.begin()
 
@@ -190,13 +196,7 @@ class TrainStep:
         if chosen is Mode.GRAPH:
             return Whole(self._recipe, self._together, self._record)
         if chosen is Mode.COMPILED:
-            # A code object of its own, or two steps would share their graphs, and run out of room for them.
-            model, loss = self._options.model, self._options.loss
-
-            def compute(batch: Any) -> Any:
-                return loss(model, batch)
-
-            self._recipe.compute = torch.compile(torch_private.own_code(compute))
+            self._recipe.compute = Compiled(self._options.model, self._options.loss, self._record)
         return _Loop(self._recipe, self._record, self._together)
 
     def explain(self) -> StepExplanation:
@@ -282,7 +282,7 @@ class TrainStep:
         """Go on from what ``state_dict`` gave."""
         self.num_updates = int(state["num_updates"])
         self._passes.drop(self._micro)
-        self._micro = 0
+        self._now_at(0)
         self._parallel.drop_local_gradients()
         if self._recipe.average is not None:
             self._recipe.average.load(state.get("averages", {}))

@@ -80,6 +80,7 @@ class WholeStep:
         self._trace = ShardTrace(delivery) if isinstance(delivery, Shards) else None
         self._is_first, self._is_last = index == 0, is_last
         self._names = {id(p): name for name, p in recipe.options.model.named_parameters()}
+        self._require_known(recipe)
         self._buffers = dict(recipe.options.model.named_buffers())
         # Where in the state of which optimizer each tensor belongs.
         self._state = [
@@ -92,6 +93,15 @@ class WholeStep:
         ]
         self.results: Any = None  # what the loss function returned, with places for the tensors
         self.has_norm = False
+
+    def _require_known(self, recipe: Recipe) -> None:
+        """A parameter that is not the model's, or that came to it since, would be a constant."""
+        given = set(map(id, recipe.parameters))
+        if not given <= self._names.keys():
+            raise Untraceable("an optimizer holds a parameter that is not, or no longer, the model's")
+        for key, name in self._names.items():
+            if key not in given:
+                raise Untraceable(f"{name} came to the model after the step was made, and no optimizer has it")
 
     def inputs(self, batch: Sequence[Tensor], rates: Sequence[Tensor], gradients: Sequence[Tensor]) -> Inputs:
         """The tensors as they are now."""
@@ -360,6 +370,8 @@ def why_no_program(graph: Any) -> str:
             name = str(node.target).removeprefix("c10d.").removesuffix(".default").strip("_")
             what = f"a collective of torch.distributed ({name}) runs in place at {_place(node)}"
             return f"{what}; functional ones can be traced"
+        if "mkldnn_rnn_layer" in str(node.target):
+            return f"a recurrent layer runs by oneDNN at {_place(node)}, which keeps nothing for a backward of ours"
         if isinstance(value, Tensor) and not all(isinstance(size, int) for size in value.shape):
             what = f"the shape of what {operator_shown(node.target)} returns depends on the values of a tensor"
             return f"{what} (at {_place(node)})"

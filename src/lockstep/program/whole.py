@@ -23,7 +23,7 @@ from lockstep.program.guards import Surroundings, TrainedInWindow, memory_of, op
 from lockstep.program.optimizers import keeps_python_state, move_step_counts
 from lockstep.program.places import why_not_traced
 from lockstep.program.products import multiply_in_place
-from lockstep.program.randomness import HostRandomness, why_not_so_random
+from lockstep.program.randomness import Draws, HostRandomness
 from lockstep.program.reasons import JOINED
 from lockstep.program.recipe import Recipe
 from lockstep.program.record import Record
@@ -226,8 +226,8 @@ class Whole:
         if self._shards is not None and self._has_sum:
             self._shards.note_local(self._has_sum)
         before, versions = self._as_seen() if not self._never else ((), {})
-        with self._sizes.timed(is_last):
-            result = recipe.micro(tree, is_last=is_last)
+        result = recipe.micro(tree, is_last=is_last)
+        self._sizes.note(recipe.backward_seconds, is_last)
         if is_last:
             recipe.update()
         elif recipe.options.accumulate > 1:
@@ -310,13 +310,14 @@ class Whole:
         whole = WholeStep(recipe, batch, self._delivery, index, is_last)
         inputs = whole.examples(whole.inputs(batch.tensors, recipe.numbers.tensors(), self._sums()))
         randomness, before = HostRandomness(elsewhere=True), self._surroundings.values()
+        draws = Draws(recipe.parallel.device)
         try:
             with torch_private.noting_seeds() as seeded:
-                graph = torch_private.trace_program(whole.function(inputs), inputs.flat())
+                graph = torch_private.trace_program(whole.function(inputs), inputs.flat(), draws.before)
+            not_so_random = draws.why_not(randomness.drawn(), seeded)
         finally:
-            drawn = randomness.drawn()
             randomness.restore()
-        if why := why_no_program(graph) or why_not_so_random(graph, drawn, seeded):
+        if why := why_no_program(graph) or not_so_random:
             raise Untraceable(why)
         changed = self._surroundings.changed(before)
         if changed:

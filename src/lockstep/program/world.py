@@ -2,7 +2,8 @@
 
 A program was made for the world as it was then: numbers in a closure, a configuration, a buffer or a module that was
 replaced, hooks.  Another world means another program.  Containers are found by walking from the model and the loss
-function; what they hold is compared by value where it is a plain number or word, and by identity where it is not.
+function, the nearest first; what they hold is compared by value where it is a plain number or word, and by identity
+where it is not.  Of libraries only the functions are compared that the model and the loss name.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any
@@ -19,13 +20,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from lockstep.program.batch import exact
+from lockstep.program.code import modules_of, reads_of
 from lockstep.program.moving import place_look
 from lockstep.shard import ShardedModule
 
 _PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None)))
 _EXACT = frozenset((int, str, bytes, type(None)))  # those that equal the same value only
-_MOST_DEPTH = 4
-_MOST_ENTRIES = 256  # a longer container is data, and compared by identity
+_MOST_DEPTH = 8
+_MOST_LOOKS = 20_000  # what lies further away than so many containers is data
+_MOST_WALKED = 256  # entries of a container; of a longer one they are compared, and not walked into
+_MOST_ENTRIES = 4096  # a still longer one is data, and compared by identity
 _STRUCTURE = (
     *("_parameters", "_buffers", "_modules"),
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
@@ -48,8 +52,17 @@ class World:
         self._looks: list[_Look] = []
         self._labels: list[str] = []
         self._tensors: list[tuple[weakref.ref[Tensor], str]] = []  # held by the program alone, and freed with it
-        self._walk(self._roots[0], 0, "")
-        self._walk(self._roots[1], 0, "")
+        self._modules: dict[int, tuple[types.ModuleType, set[str]]] = {}  # and what is named of each
+        self._names: set[str] = set()  # of methods of tensors that the program may call
+        self._waiting = deque([(root, 0, "") for root in self._roots])
+        while self._waiting and len(self._looks) < _MOST_LOOKS:
+            self._walk(*self._waiting.popleft())
+        for module, names in self._modules.values():
+            look = _of_library if _is_library(module.__name__) else _of_module
+            self._looks.append(partial(look, module, tuple(sorted(names))))
+            self._labels.append(module.__name__)
+        self._looks.append(partial(_of_library, Tensor, tuple(sorted(self._names))))
+        self._labels.append("torch.Tensor")
         self._now = self._read()
 
     def values(self) -> Hashable:
@@ -101,8 +114,37 @@ class World:
             if look is not list:  # what is only passed through cannot change
                 self._looks.append(look)
                 self._labels.append(label)
-            for entry in inner:
-                self._walk(entry, depth if isinstance(value, (nn.Module, type)) else depth + 1, label)
+            further = depth if isinstance(value, (nn.Module, type)) else depth + 1
+            self._waiting.extend([(entry, further, label) for entry in inner])
+        if isinstance(value, types.FunctionType):
+            names = reads_of(value.__code__).names
+            self._names.update([name for name in names if hasattr(Tensor, name)])
+            for module in modules_of(value):
+                self._name(module, names, depth + 1, label)
+        elif isinstance(value, type) and issubclass(value, nn.Module) and _is_library(value.__module__):
+            self._name_of_library(value)
+
+    def _name(self, module: types.ModuleType, names: Iterable[str], depth: int, label: str) -> None:
+        """Note what the program reads of a module, and of modules in it."""
+        _, known = self._modules.setdefault(id(module), (module, set()))
+        new = [name for name in names if name not in known]
+        known.update(new)
+        for name in new:
+            value = vars(module).get(name)
+            if isinstance(value, types.ModuleType):
+                self._name(value, names, depth, label)
+            elif not _is_library(module.__name__):
+                self._waiting.append((value, depth, label))
+
+    def _name_of_library(self, kind: type) -> None:
+        """Note the functions that the methods of a library's module call, of that library."""
+        for function in _functions_of(kind):
+            reads = reads_of(function.__code__)
+            own = sys.modules.get(function.__module__)
+            if own is not None:
+                self._name(own, reads.globals, 0, "")
+            for module in modules_of(function):
+                self._name(module, reads.names, 0, "")
 
 
 def _known_by(value: Any) -> Hashable:
@@ -116,23 +158,18 @@ def _containers(value: Any) -> Iterator[tuple[_Look, list[Any]]]:
         if _root(value.__module__) not in _NOT_LOOKED_INTO:
             look = partial(_of_class, value)
             yield look, look()
+        if issubclass(value, nn.Module) and _is_library(value.__module__):
+            yield partial(_functions_of, value), []
     elif isinstance(value, nn.Module):
-        for name in _STRUCTURE:
-            entries: Mapping[Any, Any] = getattr(value, name)
-            yield partial(_entries_of, value, name), list(entries.values()) if name in ("_modules", "_buffers") else []
+        yield partial(_structure_of, vars(value)), [*value._modules.values(), *value._buffers.values()]
         is_ours = type(value).__module__.startswith("lockstep") and not isinstance(value, ShardedModule)
         if not (is_ours or "_orig_mod" in value._modules):
             look = partial(_of_the_program, vars(value))
             yield look, look()
             yield list, list(type(value).__mro__)
     elif isinstance(value, types.FunctionType):
-        names = [name for name in value.__code__.co_names if name in value.__globals__]
-        look = partial(_seen_by, value, names, value.__closure__ or ())
+        look = partial(_seen_by, value, reads_of(value.__code__).globals, value.__closure__ or ())
         yield look, look()
-        for module in look():
-            if isinstance(module, types.ModuleType) and not _is_library(module.__name__):
-                inside = partial(_of_module, module, value.__code__.co_names)
-                yield inside, inside()
         if vars(value):
             yield partial(_items, vars(value)), list(vars(value).values())
     elif isinstance(value, types.MethodType):
@@ -151,7 +188,7 @@ def _containers(value: Any) -> Iterator[tuple[_Look, list[Any]]]:
     elif isinstance(value, (dict, list, tuple, set, deque, types.MappingProxyType)):
         if len(value) <= _MOST_ENTRIES:
             look = partial(_items, value)
-            yield look, look()
+            yield look, look() if len(value) <= _MOST_WALKED else []
     elif (place := place_look(value)) is not None:
         yield place, []
     elif callable(getattr(value, "__array__", None)):
@@ -187,14 +224,35 @@ def _of_class(kind: type) -> list[Any]:
     return [
         value
         for name, value in vars(kind).items()
-        if not name.startswith("__")
+        if (not name.startswith("__") or _is_operator(name, value))
         and not isinstance(value, (types.MemberDescriptorType, types.GetSetDescriptorType))
         and not (is_library and (callable(value) or hasattr(value, "__get__")))
-    ] + ([kind.__call__] if not is_library and isinstance(vars(kind).get("__call__"), types.FunctionType) else [])
+    ]
+
+
+def _is_operator(name: str, value: Any) -> bool:
+    """Whether it is a function that Python calls for a program, ``__getitem__`` say; none that makes objects."""
+    return isinstance(value, types.FunctionType) and name not in ("__init__", "__new__", "__post_init__", "__repr__")
+
+
+# What every module is called by; its other methods are no part of a step.
+_CALLED = ("__call__", "_call_impl", "_wrapped_call_impl")
+
+
+def _functions_of(kind: type) -> list[types.FunctionType]:
+    """The functions that a library's class of modules has now."""
+    found = [vars(kind).get(name) for name in _CALLED] if kind is nn.Module else list(vars(kind).values())
+    return [value for value in found if isinstance(value, types.FunctionType) and value.__name__ != "__init__"]
 
 
 def _of_module(module: types.ModuleType, names: tuple[str, ...]) -> list[Any]:
     return [vars(module).get(name) for name in names]
+
+
+def _of_library(holder: types.ModuleType | type, names: tuple[str, ...]) -> list[Any]:
+    """Its functions and classes alone: what else a library holds is its own."""
+    found = map(vars(holder).get, names)
+    return [value if callable(value) else None for value in found]
 
 
 def _of_variable(variable: ContextVar[Any]) -> list[Any]:
@@ -218,8 +276,12 @@ def _of_slots(value: Any, slots: tuple[str, ...]) -> list[Any]:
     return [getattr(value, name, None) for name in slots]
 
 
-def _entries_of(module: nn.Module, name: str) -> list[Any]:
-    return list(getattr(module, name).values())
+def _structure_of(entries: Mapping[str, Any]) -> list[Any]:
+    found: list[Any] = []
+    for name in _STRUCTURE:
+        if held := entries[name]:
+            found += (name, *held.values())
+    return found
 
 
 def _of_the_program(entries: Mapping[str, Any]) -> list[Any]:
@@ -230,7 +292,7 @@ def _items(value: Any) -> list[Any]:
     return [*value.keys(), *value.values()] if isinstance(value, (dict, types.MappingProxyType)) else list(value)
 
 
-def _seen_by(function: types.FunctionType, names: list[str], cells: Any) -> list[Any]:
+def _seen_by(function: types.FunctionType, names: tuple[str, ...], cells: Any) -> list[Any]:
     known = function.__globals__
     found = [known.get(name) for name in names]
     for cell in cells:
@@ -238,4 +300,5 @@ def _seen_by(function: types.FunctionType, names: list[str], cells: Any) -> list
             found.append(cell.cell_contents)
         except ValueError:
             found.append(None)  # not filled yet
-    return [*found, *(function.__defaults__ or ()), function.__code__]
+    by_keyword = (function.__kwdefaults__ or {}).values()
+    return [*found, *(function.__defaults__ or ()), *by_keyword, function.__code__]

@@ -40,15 +40,18 @@ def modes_around() -> list[str]:
 
 
 _SEEDING = {
-    "torch": ("set_rng_state", "manual_seed", "seed"),
-    "torch.random": ("set_rng_state", "manual_seed", "seed"),
+    "torch": ("set_rng_state", "manual_seed", "seed", "initial_seed"),
+    "torch.random": ("set_rng_state", "manual_seed", "seed", "initial_seed"),
     "torch.cuda": ("set_rng_state", "set_rng_state_all", "manual_seed", "manual_seed_all"),
 }
 
 
 @contextmanager
 def noting_seeds() -> Iterator[list[str]]:
-    """Note the calls that set random numbers back, or elsewhere; torch's checkpoints do where they compute again."""
+    """Note the calls that set random numbers back, or elsewhere, or ask for their seed.
+
+    torch's checkpoints do where they compute again.  Methods of a generator cannot be seen here: they are C.
+    """
     noted: list[str] = []
 
     def noting(name: str, function: Any) -> Any:

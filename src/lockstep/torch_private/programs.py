@@ -38,11 +38,14 @@ def as_if_compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
-def trace_program(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Any:
+def trace_program(
+    function: Callable[..., Any], inputs: Sequence[torch.Tensor], before_each: Callable[..., None] | None = None
+) -> Any:
     """The operators that ``function`` runs for inputs like these, below autograd, as one graph.
 
     Tensors have no values meanwhile, so that a branch on one is an error and not a constant.  ``make_fx`` lives in an
     experimental module; by itself it notes only lines of functions that are called ``forward``.
+    ``before_each(operator, args, kwargs)`` is called as the trace comes to an operator.
     """
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -54,6 +57,8 @@ def trace_program(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) 
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             mode = get_proxy_mode()
+            if before_each is not None:
+                before_each(func, args, kwargs or {})
             before = None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
             result = func(*args, **(kwargs or {}))
             line = None if mode is None else _users_line(noted.__code__)
@@ -76,12 +81,16 @@ def _users_line(outermost: Any) -> str | None:
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code is not outermost:
         file = frame.f_code.co_filename
-        if not file.startswith(_NOT_THE_USERS):
+        if not file.startswith(_NOT_THE_USERS) and file not in _PASSED_THROUGH:
             return f'File "{file}", line {frame.f_lineno}, in {frame.f_code.co_name}'
         frame = frame.f_back
     return None
 
 
+# Files of which functions stand around others: decorators, contexts.
+_PASSED_THROUGH = frozenset(
+    getattr(sys.modules.get(name), "__file__", None) for name in ("typing_extensions", "contextlib", "functools")
+)
 _NOT_THE_USERS = ("<", str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)
 
 
