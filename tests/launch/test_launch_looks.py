@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from lockstep import settings
+from lockstep.agree.watch import Watch
 from lockstep.launch import attempt as attempts
 from lockstep.launch import processes
 from lockstep.launch.attempt import Attempt, Limits
@@ -45,6 +47,28 @@ def test_a_stopped_rank_is_told_of_and_then_the_cause(
     assert causes[:39] == [None] * 39  # the ranks themselves come first
     assert causes[39].rank == 1
     assert "is stopped (SIGSTOP or a debugger) for 40 s" in causes[39].text
+
+
+@pytest.mark.parametrize(
+    ("said_by_ranks", "limit"), [(["5.0", "50.0"], 50), (["0.0", "50.0"], 0), (["", "nonsense"], 30), (["nan"], 0)]
+)
+def test_the_deadline_is_the_one_that_ranks_go_by(
+    attempt: Any, said_by_ranks: list[str], limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank, text in enumerate(said_by_ranks):
+        settings.silence_mark(tmp_path, rank).write_text(text)
+    stop(monkeypatch, 101)
+    causes = [attempt._look_for_stopped() for _ in range(200)]
+    assert next((number for number, cause in enumerate(causes, 1) if cause), 0) == (limit + 10 if limit else 0)
+
+
+def test_a_rank_leaves_word_of_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_RUN_FOLDER", str(tmp_path))
+    monkeypatch.setenv("RANK", "2")
+    for seconds in ("7.5", "0"):
+        monkeypatch.setenv("LOCKSTEP_HEARTBEAT_TIMEOUT", seconds)
+        Watch(None, 0)
+        assert float(settings.silence_mark(tmp_path, 2).read_text()) == float(seconds)
 
 
 def test_a_rank_that_goes_on_in_time_or_a_job_that_is_paused_is_no_fault(
