@@ -102,3 +102,23 @@ def test_a_rank_that_goes_on_long_after_the_others_is_told_of_once(attempt: Any,
     (line,) = said
     assert "still running 60 s after others have ended well: rank 1 (pid 101), last seen in" in line
     assert "rank 2 (pid 102)" in line
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        ("the memory limit of its cgroup", "was killed: out of memory, the memory limit of its cgroup"),
+        (processes.OF_THE_MACHINE, "was killed by SIGKILL (perhaps out of memory: the kernel killed a process of this"),
+        ("", "was killed by SIGKILL"),
+    ],
+)
+def test_memory_is_blamed_for_a_kill_as_far_as_it_is_known(
+    attempt: Any, limit: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt._oom_before = {1: {limit: 4, "another": 2}}
+    monkeypatch.setattr(processes, "num_oom_kills", lambda: {"another": 2, **({limit: 5} if limit else {})})
+    facts = attempt._ranks[1]
+    facts.ending, facts.exit_code = Ending.FAILED, -9
+    attempt._read_all()
+    assert facts.how().startswith(words)
+    assert ("memory" in facts.how()) == bool(limit)

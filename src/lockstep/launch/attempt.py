@@ -334,7 +334,9 @@ class Attempt:
             with contextlib.suppress(OSError):
                 facts.stack = stack_path(self._folder, facts.rank).read_text(errors="replace")
             if facts.exit_code == -signal.SIGKILL and facts.ending is Ending.FAILED:
-                facts.out_of_memory = self._limit_reached(facts)
+                limit = self._limit_reached(facts)
+                facts.perhaps_out_of_memory = limit == processes.OF_THE_MACHINE  # another job's process may have been
+                facts.out_of_memory = "" if facts.perhaps_out_of_memory else limit
 
     def _limit_reached(self, facts: RankFacts) -> str:
         before = self._oom_before.get(facts.rank, {})
