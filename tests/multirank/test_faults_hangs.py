@@ -20,6 +20,7 @@ from torch import nn
 
 from lockstep.agree.pulse import pulse_of_this_process
 from multirank.harness import lockstep_only, run_outcomes, run_ranks
+from multirank.signs import know_the_others
 from multirank.test_waiting import Listener
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
@@ -81,7 +82,7 @@ def train_and_stop_rank_zero(*, after_signs_of_life: bool = True) -> tuple[Any, 
     ddp = lockstep.DDP(nn.Linear(4, 2))
     warm_up(ddp)
     if after_signs_of_life:
-        sleep(2.5)  # they have been read once
+        know_the_others(leaves_last=rank == 0)
     if rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     return ddp, rank, pids
