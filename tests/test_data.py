@@ -169,3 +169,14 @@ def test_a_state_that_makes_no_sense_is_refused(change: dict[str, Any], words: s
 
 def test_the_number_of_samples_may_be_any_whole_number() -> None:
     assert len(ResumableSampler(numpy.int64(5))) == 5
+
+
+def test_a_loader_whose_batches_cannot_be_counted_is_refused() -> None:
+    sampler = ResumableSampler(18)
+    others = DataLoader(range(18), batch_size=4)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="has not drawn from this sampler"):
+        next(sampler.batches(others))
+    assert sampler.state_dict()["position"] == 0
+    anyhow = DataLoader(range(18), batch_size=4, sampler=sampler, num_workers=2, in_order=False)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="in_order"):
+        next(sampler.batches(anyhow))

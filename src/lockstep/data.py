@@ -90,6 +90,11 @@ class ResumableSampler(Sampler[int]):
         size = batch_size or getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
         if not isinstance(size, int):
             raise ValueError("the loader does not say how large its batches are; pass batch_size=")
+        if getattr(loader, "in_order", True) is False and getattr(loader, "num_workers", 0) > 1:
+            raise ValueError(
+                "the loader hands batches out in whichever order its workers have them (in_order=False), so that no "
+                "position says which samples were seen; leave in_order=True"
+            )
         if self._has_ended:
             raise RuntimeError(
                 f"Epoch {self.epoch} has been handed out to its end. Begin the next one with "
@@ -102,6 +107,11 @@ class ResumableSampler(Sampler[int]):
         self._is_counted = True
         try:
             for batch in self._iterate(loader):
+                if not self._num_drawn:
+                    raise RuntimeError(
+                        "The loader has not drawn from this sampler, so there is nothing to count. Give the sampler to "
+                        "the loader: DataLoader(dataset, batch_size=..., sampler=sampler)."
+                    )
                 self.position = min(end, self.position + size * self.world)
                 self._has_ended = self.position == end
                 yield batch

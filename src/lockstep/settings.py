@@ -191,6 +191,11 @@ def run_folder() -> Path | None:
     return Path(text) if text else None
 
 
+def silence_mark(folder: Path, rank: int) -> Path:
+    """The file by which a rank tells its launcher how long others may give no sign of life."""
+    return folder / f"rank-{rank}.silence"
+
+
 def stop_mark(folder: Path, rank: int) -> Path:
     """The file by which a rank tells its launcher that it was told to stop, and that all ranks do."""
     return folder / f"rank-{rank}.stopping"

@@ -5,18 +5,23 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from time import monotonic, sleep
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from lockstep.agree import link
 from lockstep.agree.board import Board
 from lockstep.agree.line import Line, end_threads, read
 from lockstep.agree.pulse import Pulse
+from lockstep.agree.sockets import hang_up
 from lockstep.errors import PeerLate, StoreSilent
 
 
@@ -70,34 +75,101 @@ time.sleep(100_000)
 """
 
 
+@contextmanager
+def host_of_a_store() -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that hosts a store, and its port."""
+    host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)
+    try:
+        assert host.stdout is not None
+        yield host, int(host.stdout.readline())
+    finally:
+        host.kill()
+        host.communicate()
+
+
 def ask_for_long(line: Line) -> None:
     for _ in range(300):  # a signal takes its time to reach the thread that serves
         line.ask(lambda s: s.add("number", 1), 0.2)
 
 
-@pytest.mark.parametrize("held", [True, False])
-def test_a_line_ends_while_the_host_of_its_store_stands_still(held: bool) -> None:
-    host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)
-    try:
-        assert host.stdout is not None
-        store = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False)
-        line = Line(store, period=1000)
-        assert line.ask(lambda s: s.add("number", 2), 60) == 2
-        thread = line._thread
+def test_lines_end_while_the_host_of_their_store_stands_still() -> None:
+    with host_of_a_store() as (host, port):
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        held, dropped = Line(store, period=1000), Line(store, period=1000)
+        for number, line in enumerate((held, dropped), 1):
+            assert line.ask(lambda s: s.add("number", 2), 60) == 2 * number
+        threads = [held._thread, dropped._thread]
         host.send_signal(signal.SIGSTOP)
-        with pytest.raises(StoreSilent):
-            ask_for_long(line)
-        if held:
-            line.close(0.2)
-        else:
-            del line
-            gc.collect()
-            end_threads(0.2)
-        thread.join(60)
-        assert not thread.is_alive()
-    finally:
+        for line in (held, dropped):
+            with pytest.raises(StoreSilent):
+                ask_for_long(line)
+        held.close(0.2)
+        del line, dropped
+        gc.collect()
+        end_threads(0.2)
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def test_a_connection_that_broke_is_made_again_to_the_same_store_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(link, "_LONGEST_PAUSE", 0.05)
+    turns: list[bytes] = []
+    with host_of_a_store() as (host, port):
+        store = dist.PrefixStore("of the job", dist.TCPStore("127.0.0.1", port, is_master=False))
+        line = Line(store, lambda s: turns.append(s.compare_set("turns", "", "taken")), period=0.05)
+        assert line.ask(lambda s: s.compare_set("mine", "", "here"), 60) == b"here"
+        threads = threading.active_count()
+        for number in range(1, 4):
+            hang_up(port)
+            assert line.ask(lambda s: s.compare_set("mine", "", "other"), 60) == b"here"  # as if nothing had happened
+            assert not line.is_broken
+            hang_up(port)
+            with suppress(StoreSilent):  # what may not be done twice is an error, whether it was done or not
+                line.ask(lambda s: s.add("number", 1), 60, repeats=False)
+            assert line.ask(lambda s: s.add("number", 0), 60) <= number
+
+        # While nothing answers at its address the store is silent, not gone; what was told meanwhile is not lost.
+        real = socket.create_connection
+        monkeypatch.setattr(link.socket, "create_connection", raises(TimeoutError("timed out")))
+        hang_up(port)
+        with pytest.raises(StoreSilent, match="not answered"):
+            line.ask(lambda s: s.set("asked", "never mind"), 0.5)
+        line.tell(lambda s: s.set("told", "first"))
+        line.tell(lambda s: s.set("told", "second"))
+        assert not line.is_broken
+        assert 0 < line.silence < float("inf")
+        num_turns = len(turns)
+        monkeypatch.setattr(link.socket, "create_connection", real)
+        assert line.ask(lambda s: s.compare_set("told", "", ""), 60) == b"second"
+        assert line.silence < 60
+        wait_until(lambda: len(turns) > num_turns)
+        assert threading.active_count() <= threads
+
         host.kill()
-        host.communicate()
+        host.wait()
+    other = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # another job's, with its port
+    for _ in range(20):
+        with pytest.raises(StoreSilent):
+            line.ask(lambda s: s.set("mine", "here"), 60)
+        assert line.is_broken
+        sleep(0.05)
+    assert not other.check(["of the job/mine"])
+
+
+def raises(error: Exception) -> Callable[..., Any]:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return function
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = monotonic() + 60
+    while not condition():
+        assert monotonic() < deadline
+        sleep(0.02)
 
 
 def test_errors_come_back_and_a_broken_store_is_known_as_such() -> None:

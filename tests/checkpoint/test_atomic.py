@@ -307,6 +307,22 @@ def test_keep(tmp_path: Path) -> None:
             run.save(tmp_path, **bad)
 
 
+def test_what_has_the_name_of_litter_is_removed_whatever_it_is_and_followed_nowhere(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    for made in (folder, elsewhere):
+        made.mkdir()
+    (elsewhere / "file").touch()
+    names = [f".step-0000000{number}.0123456789abcdef.{kind}" for number in range(2) for kind in ("partial", "removed")]
+    os.mkfifo(folder / names[0])  # to open it would wait for ever
+    (folder / names[1]).symlink_to(elsewhere)
+    (folder / names[2]).touch()
+    (folder / names[3]).mkdir()
+    (folder / names[3] / "link").symlink_to(elsewhere)
+    Run().save(folder)
+    assert names_in(folder) == {"step-00000000", "latest"}
+    assert (elsewhere / "file").exists()
+
+
 def test_what_someone_reads_is_not_removed(tmp_path: Path) -> None:
     run = Run()
     run.save(tmp_path)

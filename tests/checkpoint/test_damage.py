@@ -215,6 +215,16 @@ FORGED: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
         lambda tree: tree["shared"]["optimizer"]["param_groups"][0].update(params=[0]),
     ),
     "no random numbers": ("rank-00000.json", lambda tree: tree["own"].pop("rng")),
+    "random numbers of another shape": (
+        "rank-00000.json",
+        lambda tree: tree["own"]["rng"]["python"]["v"][1]["v"].pop(),
+    ),
+    "random numbers of a kind": (
+        "rank-00000.json",
+        lambda tree: tree["own"]["rng"].update(numpy={"key": [1], "pos": 0}),
+    ),
+    "a tensor by its number": ("state.json", lambda tree: tree["shared"]["model"]["0.weight"].update(v=3)),
+    "own tensors by numbers": ("rank-00000.json", lambda tree: tree["own"]["rng"]["torch"].update(v=0)),
     "bad bytes": ("rank-00000.json", lambda tree: tree["own"]["per_rank"].update(x={"$": "bytes", "v": "?"})),
 }
 
@@ -233,6 +243,19 @@ def test_forged_names_of_tensors_fit_nothing(folder: Path) -> None:
     forge(folder / SECOND, "state.json", point_elsewhere)
     with pytest.raises(ValueError, match=r"it has no tensor '\.\./\.\./secret'"):
         Run().load(folder)
+
+
+def test_forged_values_in_the_place_of_tensors_fit_nothing(folder: Path) -> None:
+    def put_values(tree: dict[str, Any]) -> None:
+        tree["shared"]["model"]["0.weight"] = 1.5
+        tree["shared"]["optimizer"]["state"]["0.bias"] = None
+
+    forge(folder / SECOND, "state.json", put_values)
+    run = Run(seed=5)
+    before = run.bits()
+    with pytest.raises(ValueError, match=r"0.weight is a tensor in the model.*\n.*for 0.bias is no state there"):
+        run.load(folder)
+    assert run.bits() == before
 
 
 def test_verify_reads_everything(folder: Path) -> None:

@@ -13,9 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lockstep.agree import alive
+from lockstep.agree.beat import words_of
 from lockstep.agree.board import Board
+from lockstep.agree.pulse import Pulse
 from lockstep.checkpoint.protocol import Place, Save
 from lockstep.checkpoint.ranks import LocalStore, Ranks
 from lockstep.checkpoint.reading import Reader
@@ -98,6 +101,16 @@ def test_a_rank_that_has_ended_is_noticed_at_once(tmp_path: Path) -> None:
         ranks.wait(["word/1"], "a word", lambda: None)
     with pytest.raises(CheckpointFailed, match=r"Rank 1 .* has ended"):
         Save(tmp_path, snapshot(0), ranks, keep=None).run()
+    # One that has left last words is quoted.
+    shared = dist.HashStore()
+    pulses = [Pulse(shared, rank, 2) for rank in range(2)]
+    pulses[1].end_with(words_of(ValueError("a bad batch"), 1), 60)
+    heard = Ranks(Board(shared, "test", 0, 2, pulses[0]), 600.0)
+    heard.tell("process/1", text)
+    with pytest.raises(
+        PeerFailed, match=r"Rank 1 .* failed while rank 0 waited for a word. It said:\nValueError: a bad"
+    ):
+        heard.wait(["word/1"], "a word", lambda: None)
 
 
 def test_the_checkpoint_of_another_save_is_not_taken_for_this_one(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from lockstep import settings
+from lockstep.agree.watch import Watch
 from lockstep.launch import attempt as attempts
 from lockstep.launch import processes
 from lockstep.launch.attempt import Attempt, Limits
@@ -47,6 +49,28 @@ def test_a_stopped_rank_is_told_of_and_then_the_cause(
     assert "is stopped (SIGSTOP or a debugger) for 40 s" in causes[39].text
 
 
+@pytest.mark.parametrize(
+    ("said_by_ranks", "limit"), [(["5.0", "50.0"], 50), (["0.0", "50.0"], 0), (["", "nonsense"], 30), (["nan"], 0)]
+)
+def test_the_deadline_is_the_one_that_ranks_go_by(
+    attempt: Any, said_by_ranks: list[str], limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank, text in enumerate(said_by_ranks):
+        settings.silence_mark(tmp_path, rank).write_text(text)
+    stop(monkeypatch, 101)
+    causes = [attempt._look_for_stopped() for _ in range(200)]
+    assert next((number for number, cause in enumerate(causes, 1) if cause), 0) == (limit + 10 if limit else 0)
+
+
+def test_a_rank_leaves_word_of_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_RUN_FOLDER", str(tmp_path))
+    monkeypatch.setenv("RANK", "2")
+    for seconds in ("7.5", "0"):
+        monkeypatch.setenv("LOCKSTEP_HEARTBEAT_TIMEOUT", seconds)
+        Watch(None, 0)
+        assert float(settings.silence_mark(tmp_path, 2).read_text()) == float(seconds)
+
+
 def test_a_rank_that_goes_on_in_time_or_a_job_that_is_paused_is_no_fault(
     attempt: Any, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,3 +102,23 @@ def test_a_rank_that_goes_on_long_after_the_others_is_told_of_once(attempt: Any,
     (line,) = said
     assert "still running 60 s after others have ended well: rank 1 (pid 101), last seen in" in line
     assert "rank 2 (pid 102)" in line
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        ("the memory limit of its cgroup", "was killed: out of memory, the memory limit of its cgroup"),
+        (processes.OF_THE_MACHINE, "was killed by SIGKILL (perhaps out of memory: the kernel killed a process of this"),
+        ("", "was killed by SIGKILL"),
+    ],
+)
+def test_memory_is_blamed_for_a_kill_as_far_as_it_is_known(
+    attempt: Any, limit: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt._oom_before = {1: {limit: 4, "another": 2}}
+    monkeypatch.setattr(processes, "num_oom_kills", lambda: {"another": 2, **({limit: 5} if limit else {})})
+    facts = attempt._ranks[1]
+    facts.ending, facts.exit_code = Ending.FAILED, -9
+    attempt._read_all()
+    assert facts.how().startswith(words)
+    assert ("memory" in facts.how()) == bool(limit)

@@ -17,6 +17,7 @@ from torch import nn
 
 from launching import Launch, write_script
 from multirank.harness import lockstep_only, run_outcomes, run_ranks
+from multirank.signs import know_the_others
 from multirank.test_faults_hangs import shared_pids, step, warm_up
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
@@ -47,7 +48,7 @@ def lose_rank_one(how: str) -> dict[str, Any]:
     if how == "hook":
         ddp.register_comm_hook(None, slow_hook)
     warm_up(ddp)
-    sleep(2.5)  # signs of life have been read
+    know_the_others(leaves_last=rank == 1)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     model[0].weight.requires_grad_(True)
@@ -81,7 +82,7 @@ def lose_rank_one_in_join(divides: bool) -> dict[str, Any]:
     rank, pids = dist.get_rank(), shared_pids()
     ddp = lockstep.DDP(nn.Linear(4, 2))
     warm_up(ddp)
-    sleep(2.5)  # signs of life have been read
+    know_the_others(leaves_last=rank == 1)
 
     def train() -> None:
         with ddp.join(divide_by_initial_world_size=divides):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import signal
 import subprocess
@@ -17,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.agree.pulse import pulse_of_this_process
 from multirank.harness import lockstep_only, run_outcomes, run_ranks
+from multirank.signs import know_the_others
 from multirank.test_waiting import Listener
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
@@ -79,7 +82,7 @@ def train_and_stop_rank_zero(*, after_signs_of_life: bool = True) -> tuple[Any, 
     ddp = lockstep.DDP(nn.Linear(4, 2))
     warm_up(ddp)
     if after_signs_of_life:
-        sleep(2.5)  # they have been read once
+        know_the_others(leaves_last=rank == 0)
     if rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     return ddp, rank, pids
@@ -302,27 +305,49 @@ def test_ranks_that_are_suspended_together_go_on() -> None:
     assert run_ranks(3, suspend_all, env={**SOON, "LOCKSTEP_LATE_TIMEOUT": "8"}) == [True] * 3
 
 
-def take_turns_at_being_late() -> list[str]:
+def take_turns_at_being_late() -> list[tuple[str, bool]]:
+    """What this rank said while it waited, and whether the other one was known to wait too by then."""
     import lockstep
 
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     ddp = lockstep.DDP(nn.Linear(4, 2))
-    turn = [-1]
+    turn, num_heard = [-1], [0]
+    said: list[tuple[str, bool]] = []
 
     def heard(message: str) -> None:
-        if "still waiting" in message and named_in(message) == f"[{turn[0]}]":
-            store.set(f"turn {turn[0]}, named by {rank}", "yes")
+        if "still waiting" not in message:
+            return
+        is_after = turn[0] >= 0 and store.check([f"turn {turn[0]}, all others wait"])
+        said.append((message, is_after))
+        num_heard[0] += is_after
+        # What the second one says was seen after the first one, so after all others had come.
+        if num_heard[0] >= 2 and named_in(message) == f"[{turn[0]}]":
+            store.set(f"turn {turn[0]}, told by {rank}", "yes")
 
-    listener = Listener(heard)
+    Listener(heard)
     for number in range(3):
-        turn[0] = number
-        if rank == number % 3:
-            store.wait([f"turn {number}, named by {r}" for r in range(3) if r != rank])
+        turn[0], num_heard[0] = number, 0
+        if rank == number:
+            see_the_others_wait(rank)
+            store.set(f"turn {number}, all others wait", "yes")
+            store.wait([f"turn {number}, told by {r}" for r in range(3) if r != rank])
         step(ddp)
         turn[0] = -1
         for _ in range(2):
             step(ddp)
-    return listener.messages
+    return said
+
+
+def see_the_others_wait(rank: int) -> None:
+    """Wait until the store has that both others wait, and that this rank is in this step, for all to read."""
+    pulse = pulse_of_this_process()
+    assert pulse is not None
+    number = pulse._self.number
+    others = [r for r in range(3) if r != rank]
+    while pulse._self.number < number + 2 or not all(
+        (beat := (pulse.look(others) or {}).get(r)) is not None and beat.waits for r in others
+    ):
+        sleep(0.05)
 
 
 def named_in(message: str) -> str:
@@ -331,14 +356,13 @@ def named_in(message: str) -> str:
 
 
 def test_nobody_else_is_named_and_no_stale_place_is_quoted() -> None:
-    for rank, messages in enumerate(run_ranks(3, take_turns_at_being_late, env=NEVER)):
-        for turn in range(3):
-            waits = [m for m in messages if "still waiting" in m]
-            here = [m for m in waits if f"in step {3 * turn}" in m.partition(", for ")[0]]
-            # On a busy machine another rank may come late too, but once it has come, it is not named again.
-            while here and named_in(here[0]) != f"[{turn}]":
-                here.pop(0)
-            assert here or rank == turn, messages
-            for message in here:
-                assert named_in(message).startswith((f"[{turn}]", "none is known")), (rank, message)
+    often = {**NEVER, "LOCKSTEP_STALL_SECONDS": "0.01"}  # at every look, of which there is one a second
+    for rank, said in enumerate(run_ranks(3, take_turns_at_being_late, env=often)):
+        for turn in {0, 1, 2} - {rank}:
+            here = [s for s in said if f"in step {3 * turn}" in s[0].partition(", for ")[0]]
+            # Who had come before one message was there to be seen for the next, however busy the machine is.
+            certain = [message for (_, is_after), (message, _) in itertools.pairwise(here) if is_after]
+            assert certain, said
+            for message in certain:
+                assert named_in(message).startswith((f"[{turn}]", "none is known", "not known")), (rank, message)
                 assert message.count("in step ") == message.count(f"in step {3 * turn}"), message

@@ -22,6 +22,7 @@ import ctypes, logging, os, signal, sys, time
 import torch, torch.distributed as dist
 from torch import nn
 import lockstep
+from lockstep.agree.pulse import pulse_of_this_process
 
 logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
 who, how = int(sys.argv[1]), sys.argv[2]
@@ -30,7 +31,13 @@ rank = dist.get_rank()
 ddp = lockstep.DDP(nn.Linear(4, 2))
 for _ in range(3):
     ddp(torch.ones(1, 4)).sum().backward()
-time.sleep(2.5)  # signs of life have been read
+pulse, world = pulse_of_this_process(), dist.get_world_size()
+while any(pulse.last_seen(other) is None for other in range(world) if other != rank):
+    time.sleep(0.05)  # signs of life have been read then, here and, for the silent one to know, everywhere
+store = dist.distributed_c10d._get_default_store()
+store.set(f"known by {rank}", "yes")
+while rank == who and not store.check([f"known by {other}" for other in range(world)]):
+    time.sleep(0.05)
 
 def stand_there():
     if how == "barrier":

@@ -68,11 +68,11 @@ class Board:
         """Values of ranks of the group, by the global numbers that messages and errors use."""
         return {self.members[rank]: value for rank, value in values.items()}
 
-    def _do(self, function: Callable[[Any], T], seconds: float | None = None) -> T:
+    def _do(self, function: Callable[[Any], T], seconds: float | None = None, *, repeats: bool = True) -> T:
         """Let ``function`` be done with the store; raise StoreSilent when it does not answer in time."""
         if self.pulse is None:
             return function(self._store)
-        return self.pulse.line.ask(function, seconds or settings.heartbeat_timeout() or 600.0)
+        return self.pulse.line.ask(function, seconds or settings.heartbeat_timeout() or 600.0, repeats=repeats)
 
     def post(self, key: str, value: str, *, waits: bool = True) -> None:
         """Post a value; without ``waits`` it is only on its way, but before everything else that this board does."""
@@ -114,7 +114,7 @@ class Board:
         """How many times this was called for ``key``, by whichever rank."""
         full = self._full(key)
         self._posted.add(full)
-        return int(self._do(lambda store: store.add(full, 1)))
+        return int(self._do(lambda store: store.add(full, 1), repeats=False))
 
     def forget(self, key: str) -> None:
         full = self._full(key)
@@ -221,13 +221,13 @@ def _close(pulse: Pulse, prefix: str, rank: int, world: int, posted: set[str]) -
 
     def close(store: Any) -> None:
         store.set(f"{prefix}/closed/{rank}", mine)
-        if store.add(f"{prefix}/closed", 1) < world:
+        # Whoever comes last sees all of them; this may be called twice, if the connection breaks in between.
+        if not store.check([f"{prefix}/closed/{other}" for other in range(world)]):
             return
         for other in range(world):
             names = _names(read(store, f"{prefix}/closed/{other}"), prefix)
             for name in [*names, f"{prefix}/closed/{other}"]:
                 store.delete_key(name)
-        store.delete_key(f"{prefix}/closed")
 
     pulse.line.tell(close)
 

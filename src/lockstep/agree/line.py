@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from time import monotonic
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from lockstep.agree.link import MAKE_SECONDS, Link, State
 from lockstep.agree.sockets import hang_up, port_of
 from lockstep.errors import StoreSilent
 
@@ -27,13 +29,16 @@ logger = logging.getLogger("lockstep")
 T = TypeVar("T")
 _NOTHING = "\x00"
 _MOST_ROUNDS = 3
+_MOST_TRIES = 10
+_LONGEST_SLEEP = 3600.0
 
 
 class _Job:
     """Something to do with the store, and what came of it."""
 
-    def __init__(self, function: Callable[[Any], Any]) -> None:
+    def __init__(self, function: Callable[[Any], Any], repeats: bool = True) -> None:
         self.function = function
+        self.repeats = repeats
         self.done = threading.Event()
         self.result: Any = None
         self.error: Exception | None = None
@@ -47,9 +52,8 @@ class _Shared:
         # This one keeps the server alive where this process hosts it; only a copy of it is ever called.
         self.store = store
         self.jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self.link = Link(store)
         self.busy_since: float | None = None
-        self.broken: Exception | None = None
-        self.has_ended = False
         self.num_done = 0  # calls that came back
 
 
@@ -82,8 +86,8 @@ class Line:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the store is gone."""
-        return self._shared.broken is not None
+        """Whether the store is gone; one that cannot be reached, and may be again, is only silent."""
+        return self._shared.link.state is State.GONE
 
     @property
     def num_answers(self) -> int:
@@ -95,18 +99,22 @@ class Line:
         """For how many seconds the store has not answered; infinite where it is gone."""
         if self.is_broken:
             return float("inf")
-        since = self._shared.busy_since
+        link = self._shared.link
+        since = link.since if link.state is State.CUT else self._shared.busy_since
         return 0.0 if since is None else monotonic() - since
 
-    def ask(self, function: Callable[[Any], T], seconds: float) -> T:
-        """Return what ``function`` makes of the connection; raise StoreSilent if it takes longer than ``seconds``."""
+    def ask(self, function: Callable[[Any], T], seconds: float, *, repeats: bool = True) -> T:
+        """Return what ``function`` makes of the connection; raise StoreSilent if it takes longer than ``seconds``.
+
+        ``repeats``: it may be called again, with another connection, when the first one broke meanwhile.
+        """
         if not self.is_ours:
             raise StoreSilent("A forked child does not speak to the store of its parent.")
         if threading.current_thread() is self._thread:
             raise RuntimeError("the thread of the line cannot wait for itself")
         if not self._thread.is_alive():
             raise StoreSilent("The line to the store is closed.")
-        job = _Job(function)
+        job = _Job(function, repeats)
         self._shared.jobs.put(job)
         deadline = monotonic() + seconds
         while not job.done.wait(min(1.0, max(0.0, deadline - monotonic()))):
@@ -157,6 +165,7 @@ def end_threads(seconds: float) -> None:
 
 def _end_thread(thread: threading.Thread, shared: _Shared, seconds: float) -> None:
     """Wait for a thread that was told to end; one that is inside a store that stands still is hung up on."""
+    shared.link.is_closing = True
     for _ in range(_MOST_ROUNDS):  # on a busy machine a store that answers may take longer
         num_done = shared.num_done
         thread.join(seconds)
@@ -165,10 +174,14 @@ def _end_thread(thread: threading.Thread, shared: _Shared, seconds: float) -> No
     if thread.is_alive():
         hang_up(port_of(shared.store))
         thread.join(seconds)
+    for _ in range(_MOST_TRIES):  # torch tries a few times to make a connection
+        if thread.is_alive() and shared.link.is_making:
+            hang_up(port_of(shared.store))
+            thread.join(MAKE_SECONDS)
 
 
 def _turn(_: Any) -> None:
-    """Stands in the queue for a turn; never called."""
+    """Stands in the queue for a turn."""
 
 
 def _work(
@@ -191,56 +204,79 @@ def _take_jobs(
     period: float,
     on_end: Callable[[Any], None] | None,
 ) -> None:
-    connection = None
+    link, backlog = shared.link, deque[_Job]()  # what waits for the link to be whole again, in its order
     next_turn = monotonic()
     has_warned = False
     while True:
-        try:
-            job = shared.jobs.get(timeout=max(0.0, next_turn - monotonic()))
-        except Empty:
-            job = _Job(_turn)
+        job = _next_job(shared, backlog, next_turn)
         if job is None:
-            if on_end is not None and connection is not None and shared.broken is None:
+            if on_end is not None and link.state is State.WHOLE:
                 with contextlib.suppress(RuntimeError):
-                    on_end(connection)
+                    on_end(link.connection())
+                    link.close()
             break
         if job.is_dropped:
             continue
+        is_turn = job.function is _turn
+        if is_turn:
+            next_turn = monotonic() + period
         shared.busy_since = monotonic()
         try:
-            if shared.broken is not None:
-                raise shared.broken
-            if connection is None:
-                connection = _connect(shared.store)
-            if job.function is _turn:
-                next_turn = monotonic() + period
-                if on_turn is not None:
-                    on_turn(connection)
-            else:
-                job.result = job.function(connection)
+            job.result = _call(link, (on_turn or _turn) if is_turn else job.function, job.repeats)
         except dist.DistNetworkError as error:
-            job.error = shared.broken = error
+            next_turn = link.next_try
+            if link.state is State.CUT and job.repeats and not is_turn:
+                backlog.appendleft(job)
+                continue  # nobody has an answer yet
+            job.error = error
         except Exception as error:
             job.error = error
-            if job.function is _turn and not has_warned:
+            if is_turn and not has_warned:
                 has_warned = True
                 logger.warning("Signs of life cannot be given or read: %s: %s", type(error).__name__, error)
         else:
             shared.num_done += 1
         finally:
             shared.busy_since = None
-            job.done.set()
-            if shared.broken is not None:
-                next_turn = monotonic() + 3600.0
+        job.done.set()
         del job
 
 
-def _connect(store: Any) -> Any:
-    """A connection of our own, since another thread's long wait on the given one would hold us up."""
+def _next_job(shared: _Shared, backlog: deque[_Job], next_turn: float) -> _Job | None:
+    """Take what is to be done next; while the store cannot be reached, only turns, in which that is tried again."""
+    while True:
+        is_cut = shared.link.state is State.CUT
+        if backlog and not is_cut:
+            return backlog.popleft()
+        try:
+            job = shared.jobs.get(timeout=max(0.0, min(next_turn - monotonic(), _LONGEST_SLEEP)))
+        except Empty:
+            if monotonic() < next_turn:
+                continue
+            return _Job(_turn)
+        if job is None or not is_cut:
+            return job
+        if job.function is not _turn:
+            kept = [waiting for waiting in backlog if not waiting.is_dropped]
+            backlog.clear()
+            backlog.extend([*kept, job])
+
+
+def _call(link: Link, function: Callable[[Any], Any], repeats: bool) -> Any:
+    """Call it with the connection; once more with another one, if that broke and another could be made."""
+    connection = link.connection()
     try:
-        return store.clone()
-    except (RuntimeError, NotImplementedError, AttributeError):
-        return store
+        return function(connection)
+    except dist.DistNetworkError as error:
+        link.lose(error)
+        if not repeats or link.state is not State.CUT:
+            raise
+    connection = link.connection()
+    try:
+        return function(connection)
+    except dist.DistNetworkError as error:
+        link.lose(error)
+        raise
 
 
 def read(store: Any, key: str) -> str | None:

@@ -29,6 +29,7 @@ from lockstep import settings
 from lockstep.agree import sudden
 from lockstep.agree.alive import is_standing_still
 from lockstep.agree.beat import stack_now, where_now, words_of
+from lockstep.agree.deadline import silence_limit
 from lockstep.errors import PeerLate, StoreSilent, rank_table
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Lookout:
         self._is_excused = is_excused
         self._leave = leave
         self._stall = settings.stall_seconds()
-        self._deadline = settings.heartbeat_timeout()
+        self._deadline = silence_limit()
         self._last = monotonic()
         self._next_survey = 0.0
         self._place: object = None

@@ -19,10 +19,16 @@ _LISTENS, _CONNECTED = "0A", "01"
 
 def port_of(store: Any) -> int | None:
     """The port of a store that is on the network."""
+    address = address_of(store)
+    return address[1] if address is not None else None
+
+
+def address_of(store: Any) -> tuple[str, int] | None:
+    """Where a store is that is on the network."""
     for _ in range(8):
         store = getattr(store, "underlying_store", store)
-    port = getattr(store, "port", None)
-    return port if isinstance(port, int) else None
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    return (host, port) if isinstance(host, str) and isinstance(port, int) else None
 
 
 def listens(port: int | None) -> bool:

@@ -63,6 +63,7 @@ class Vigil:
         self._arrive()
         pulse = self._watch.pulse
         self._unsurveyed += passed
+        is_fresh = pulse is None
         if pulse is not None and now >= self._next_survey:
             self._next_survey = now + 0.8 * pulse.period
             beats = pulse.look(self._watch.others)
@@ -71,10 +72,12 @@ class Vigil:
             else:
                 self._store_silent = 0.0
                 self._compare(self._by_rank(beats), self._unsurveyed)
+                is_fresh = True
             self._unsurveyed = 0.0
         self._look_for_the_gone(passed)
-        self._look_at_deadlines(passed)
-        if self.waited >= self._next_report:
+        self._look_at_deadlines(passed, is_fresh)
+        # Nobody is named by what was seen before: a rank may have come since.
+        if self.waited >= self._next_report and (is_fresh or self._store_silent):
             self._report()
             self._pause *= 2
             self._next_report = self.waited + self._pause
@@ -129,17 +132,17 @@ class Vigil:
             if self._gone[rank] >= (_ENDED_AFTER if reason.ended else _DEAD_AFTER):
                 raise self._watch.lost(rank, self._place, reason)
 
-    def _look_at_deadlines(self, passed: float) -> None:
+    def _look_at_deadlines(self, passed: float, is_fresh: bool) -> None:
         watch = self._watch
         heartbeat = watch.heartbeat_seconds
         if heartbeat and self._store_silent >= heartbeat:
             raise self._told(self._store_is_silent())
         silent = sorted(rank for rank in self.late if self._silent.get(rank, 0.0) >= heartbeat) if heartbeat else []
-        if silent and not self._store_silent:
+        if silent and is_fresh:
             raise self._told(self._too_late(silent, f"gave no sign of life for {heartbeat:g} s"))
         waits_for_someone = bool(self.late) or bool(self._store_silent) or watch.pulse is None
         self._late_for = self._late_for + passed if waits_for_someone else 0.0
-        if self._limit and self._late_for + 1.0 >= self._limit:
+        if self._limit and self._late_for + 1.0 >= self._limit and (is_fresh or self._store_silent):
             if self._store_silent:
                 raise self._told(self._store_is_silent())
             raise self._told(self._too_late(self.late, f"did not arrive within {self._limit:g} s"))
@@ -207,14 +210,16 @@ class Vigil:
     # ---------------------------------------------------------------- warnings
 
     def _report(self) -> None:
-        late = self.late
         watch = self._watch
+        late = [] if self._store_silent else self.late
         rows = []
         for rank, member in watch.peers():
             beat = watch.pulse.last_seen(member) if watch.pulse is not None else None
             if rank in late:
                 condition = self._condition(rank) or "alive"
                 rows.append(f"; rank {member}: {condition}, {beat.words if beat is not None else 'never seen'}")
+            elif self._store_silent and (seen := watch.condition(rank)):
+                rows.append(f"; rank {member} {seen}")
         unknown = "none is known to be late (a slow link, or all ranks arrived just now)"
         if self._store_silent:
             unknown = f"not known, the store is silent for {self._store_silent:.0f} s"

@@ -22,6 +22,7 @@ from lockstep import settings
 from lockstep.agree import last_words
 from lockstep.agree.beat import Words, read_words, words_of
 from lockstep.agree.board import Board
+from lockstep.agree.deadline import silence_limit
 from lockstep.agree.leaving import abandon_groups
 from lockstep.agree.pulse import Pulse
 from lockstep.agree.vigil import Vigil
@@ -59,7 +60,7 @@ class Watch:
         self.board = board
         self.rank = rank
         self.stall_seconds = settings.stall_seconds()
-        self.heartbeat_seconds = settings.heartbeat_timeout()
+        self.heartbeat_seconds = silence_limit()
         limit = settings.late_timeout() if late_seconds is None else late_seconds
         self.limit_seconds = limit or group_seconds
         self._group_seconds = group_seconds

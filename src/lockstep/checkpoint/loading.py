@@ -131,7 +131,7 @@ def _agree_on_place(path: Path, ranks: Ranks, tried: list[Path]) -> Path | None:
         ranks.tell(key, word)
     what = f"rank {ranks.shown(0)} to choose a checkpoint to load"
     choice = json.loads(ranks.wait([key], what, lambda: None, lambda: [0])[key])
-    ranks.gather("has read the place", "", names_absent=True)
+    ranks.gather("all ranks to come to the load", "", names_absent=True)
     if ranks.rank == 0:
         ranks.forget([key])
     if failure is not None:
@@ -208,12 +208,16 @@ def _prepare(directory: Path, targets: Targets, ranks: Ranks, *, may_be_gone: bo
         # What this rank reads; and of what no rank may read, its share, so that no damage goes unseen.
         names = sorted(reader.manifest.files)
         reader.verify(restoration.files() | set(names[ranks.rank :: ranks.world]))
+        restoration.try_out()
     except Exception as error:
         failure = error
     word = "" if failure is None else f"{type(failure).__name__}: {failure}"
     file = str(getattr(failure, "file", "") or "")
     is_gone = failure is not None and not directory.exists()
-    words = {r: json.loads(w) for r, w in ranks.gather("verified", json.dumps([word, file, is_gone])).items()}
+    words = {
+        r: json.loads(w)
+        for r, w in ranks.gather("all ranks to verify the checkpoint", json.dumps([word, file, is_gone])).items()
+    }
     words = {ranks.shown(rank): word for rank, word in words.items()}
     told = {rank: text for rank, (text, _, _) in words.items() if text}
     if not told:
@@ -242,9 +246,12 @@ def _apply(restoration: Restoration, ranks: Ranks) -> Restored:
         restored = restoration.apply()
     except Exception as error:
         failure = error
-    told = ranks.gather("applied", "" if failure is None else f"{type(failure).__name__}: {failure}")
+    told = ranks.gather(
+        "all ranks to take the state over", "" if failure is None else f"{type(failure).__name__}: {failure}"
+    )
     failed = {ranks.shown(rank): text for rank, text in told.items() if text}
     if failure is not None:
+        failure.add_note("The checkpoint was loaded in part only, so do not go on from here.")
         raise failure
     if failed:
         raise CheckpointFailed(

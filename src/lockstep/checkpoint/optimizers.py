@@ -105,6 +105,12 @@ class SavedOptimizer:
                 odd = sorted(set(theirs["params"]) ^ set(ours))
                 problems.append(f"group {number} of {self._what} differs in {', '.join(odd[:5])}")
             problems += _other_kind(number, theirs.keys(), current[number].keys())
+        kept = self._saved["state"]
+        problems += [
+            f"what {self._what} has for {name} is no state there"
+            for name in self._parameters
+            if name in kept and not isinstance(kept[name], dict)
+        ]
         return problems
 
     def regions(self) -> dict[str, Region]:

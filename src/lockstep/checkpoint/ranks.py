@@ -14,9 +14,9 @@ from time import monotonic
 from typing import Any
 
 from lockstep import settings, torch_private
-from lockstep.agree.alive import card, owner_of
+from lockstep.agree.alive import Process, card, owner_of
 from lockstep.agree.board import Board, open_board
-from lockstep.errors import PeerLate, PeerLost
+from lockstep.errors import PeerFailed, PeerLate, PeerLost
 
 logger = logging.getLogger("lockstep")
 
@@ -138,13 +138,27 @@ class Ranks:
         for rank in ranks:
             process = owner_of(self.hear(f"process/{rank}")) if rank != self.rank else None
             if process is not None and process.is_dead:
-                me = self.shown(self.rank)
-                raise PeerLost(
-                    f"Rank {self.shown(rank)} ({process}) has ended while rank {me} waited for {what}.",
-                    self.shown(rank),
-                    host=process.host,
-                    pid=process.pid,
-                )
+                raise self._lost(rank, process, what)
+
+    def _lost(self, rank: int, process: Process, what: str) -> PeerFailed:
+        """The error for a rank that has ended, with its last words where it left any."""
+        number, me, pulse = self.shown(rank), self.shown(self.rank), self._board.pulse
+        if pulse is not None:
+            pulse.look([number])  # its last words are heard with its last sign of life
+        final = pulse.final if pulse is not None else None
+        if final is not None and final.rank == number and not final.ended:
+            return PeerFailed(
+                f"Rank {number} ({process}) failed while rank {me} waited for {what}. It said:\n{final.type}: "
+                f"{final.text}",
+                number,
+            )
+        more = f" It {final.text}" if final is not None and final.rank == number else ""
+        return PeerLost(
+            f"Rank {number} ({process}) has ended while rank {me} waited for {what}.{more}",
+            number,
+            host=process.host,
+            pid=process.pid,
+        )
 
     def gather(self, what: str, mine: str, *, names_absent: bool = False) -> dict[int, str]:
         """Exchange a word with all ranks, which all come here.

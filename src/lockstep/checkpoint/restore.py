@@ -15,7 +15,7 @@ from lockstep.checkpoint.manifest import STATE, state_of
 from lockstep.checkpoint.optimizers import SavedOptimizer, goes_by_name, is_of
 from lockstep.checkpoint.pieces import held
 from lockstep.checkpoint.reading import Reader, Region
-from lockstep.checkpoint.rng import restore_rng
+from lockstep.checkpoint.rng import check_rng, restore_rng
 from lockstep.checkpoint.snapshot import own_name
 from lockstep.checkpoint.tensorfile import DTYPES
 from lockstep.checkpoint.tree import decode, tensor_name, tensor_names
@@ -108,6 +108,8 @@ class Restoration:
             problems += [f"the checkpoint has {key}, and the model does not" for key in saved if key not in state]
         for key, value in state.items():
             name = tensor_name(saved.get(key))
+            if name is None and key in saved and isinstance(value, torch.Tensor):
+                problems.append(f"{key} is a tensor in the model, and none in the checkpoint")
             if name is None or not isinstance(value, torch.Tensor) or name not in self.reader.manifest.tensors:
                 continue
             entry = self.reader.manifest.tensors[name]
@@ -170,6 +172,18 @@ class Restoration:
         for optimizer in self._optimizers():
             regions |= optimizer.regions()
         return regions
+
+    def try_out(self) -> None:
+        """Decode what goes into objects that nothing else checks, after it was verified; still nothing is changed."""
+        if self._own is None:
+            return
+        path = self.reader.directory / state_of(self._rank)
+        try:
+            check_rng(self._decoded_own(self._own["rng"]))
+        except Exception as error:
+            raise CheckpointDamaged(
+                f"{path} has random numbers that cannot be put back ({type(error).__name__}: {error}).", file=path
+            ) from None
 
     # ---------------------------------------------------------------- write into live objects
 

@@ -130,6 +130,12 @@ def _no_tensor(place: str, tensor: torch.Tensor) -> str:
     raise TypeError(f"{place} is a tensor")
 
 
+def _name(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{str(value)[:200]} is not the name of a tensor")
+    return value
+
+
 def _float(value: Any, _: GiveTensor) -> float:
     if value not in ("nan", "inf", "-inf"):
         raise ValueError(f"unknown number {value!r}")
@@ -141,7 +147,7 @@ def _pairs(value: Any, give: GiveTensor) -> dict[Any, Any]:
 
 
 _DECODERS: dict[str, Callable[[Any, GiveTensor], Any]] = {
-    "tensor": lambda value, give: give(value),
+    "tensor": lambda value, give: give(_name(value)),
     "float": _float,
     "complex": lambda value, _: complex(float(value[0]), float(value[1])),
     "bytes": lambda value, _: base64.b64decode(value, validate=True),

@@ -219,7 +219,7 @@ class Attempt:
         self._num_looks_alone = 0
         num_looks = {facts.rank: self._num_looks_stopped.get(facts.rank, 0) + 1 for facts in stopped}
         self._num_looks_stopped = num_looks
-        limit = settings.heartbeat_timeout()
+        limit = self._silence_limit()
         for facts in stopped:
             which = f"rank {facts.rank} (pid {facts.pid}) is stopped"
             if limit and num_looks[facts.rank] >= limit + _SPEAK_FIRST_SECONDS:
@@ -229,10 +229,20 @@ class Attempt:
                 say(f"{which}, and the others wait for it; kill -CONT {facts.pid} lets it go on")
         return None
 
+    def _silence_limit(self) -> float:
+        """The deadline that ranks go by, which a program may set for itself; 0 for none; ours where none has said."""
+        said = []
+        for facts in self._ranks:
+            with contextlib.suppress(OSError, ValueError):
+                said.append(float(settings.silence_mark(self._folder, facts.rank).read_text()))
+        if not said:
+            return settings.heartbeat_timeout()
+        return max(said) if all(seconds > 0 for seconds in said) else 0.0
+
     def _left_alone(self, stopped: list[RankFacts]) -> Cause | None:
         """A cause once ranks have been stopped for the deadline of ranks without a sign of life, and others ended."""
         self._num_looks_alone += 1
-        limit = settings.heartbeat_timeout()
+        limit = self._silence_limit()
         if not limit or self._num_looks_alone < limit or len(stopped) == len(self._ranks) or not stopped:
             return None
         first = stopped[0]
@@ -324,7 +334,9 @@ class Attempt:
             with contextlib.suppress(OSError):
                 facts.stack = stack_path(self._folder, facts.rank).read_text(errors="replace")
             if facts.exit_code == -signal.SIGKILL and facts.ending is Ending.FAILED:
-                facts.out_of_memory = self._limit_reached(facts)
+                limit = self._limit_reached(facts)
+                facts.perhaps_out_of_memory = limit == processes.OF_THE_MACHINE  # another job's process may have been
+                facts.out_of_memory = "" if facts.perhaps_out_of_memory else limit
 
     def _limit_reached(self, facts: RankFacts) -> str:
         before = self._oom_before.get(facts.rank, {})

@@ -34,6 +34,7 @@ class RankFacts:
     stack: str = ""
     was_stopped: bool = False
     out_of_memory: str = ""  # the limit that it ran into
+    perhaps_out_of_memory: bool = False  # something on its machine was killed for want of memory while it ran
 
     @property
     def is_running(self) -> bool:
@@ -67,7 +68,8 @@ class RankFacts:
         if self.ending is Ending.ENDED_BY_LAUNCHER:
             return "was ended by the launcher"
         if self.exit_code is not None and self.exit_code < 0:
-            return f"was killed by {signal_name(-self.exit_code)}"
+            why = " (perhaps out of memory: the kernel killed a process of this machine for that meanwhile)"
+            return f"was killed by {signal_name(-self.exit_code)}{why if self.perhaps_out_of_memory else ''}"
         if words is not None:
             return f"ended with status {self.exit_code}, after thread {words.thread!r} raised {words.first_line}"
         return f"ended with status {self.exit_code}, without a Python exception (os._exit, or a library ended it)"
@@ -86,6 +88,7 @@ class RankFacts:
             "stack": self.stack,
             "was_stopped": self.was_stopped,
             "out_of_memory": self.out_of_memory,
+            "perhaps_out_of_memory": self.perhaps_out_of_memory,
         }
 
 

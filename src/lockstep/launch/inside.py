@@ -82,7 +82,17 @@ def enter() -> None:
 
 
 def note_error(error: BaseException, trace: TracebackType | None = None) -> None:
-    """Leave last words for an error that ends this process."""
+    """Leave last words for an error that ends this process, also if the handler of a signal raises meanwhile."""
+    try:
+        _note_error(error, trace)
+    except BaseException as interruption:  # a data loader's, say, whose worker is the reason of both
+        _note_error(error, trace)
+        if not isinstance(interruption, Exception):
+            raise
+        _leave(words_of(interruption))
+
+
+def _note_error(error: BaseException, trace: TracebackType | None) -> None:
     if isinstance(error, SystemExit):
         if error.code in (None, 0):
             return

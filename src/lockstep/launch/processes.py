@@ -65,12 +65,19 @@ def kill_marked(mark: str, besides: Iterable[int] = ()) -> list[int]:
     return found
 
 
+OF_THE_MACHINE = "the memory of this machine"
+
+
 def num_oom_kills(pid: int | str = "self") -> dict[str, int]:
-    """How many processes were killed for want of memory so far, by the limit that they ran into."""
+    """How many processes were killed for want of memory so far, by the limit that they ran into.
+
+    The machine's count has those of all cgroups on it, whoever's they are.
+    """
     counts: dict[str, int] = {}
-    for path, _ in _cgroup_files(pid, "memory", "memory.oom_control", "memory.events"):
+    files = _cgroup_files(pid, "memory", "memory.oom_control", "memory.events.local")  # without the cgroups below it
+    for path, _ in files or _cgroup_files(pid, "memory", "memory.oom_control", "memory.events"):
         _add_count(counts, path, f"the memory limit of its cgroup{_limit_beside(path)}")
-    _add_count(counts, PROC / "vmstat", "the memory of this machine")
+    _add_count(counts, PROC / "vmstat", OF_THE_MACHINE)
     return counts
 
 
