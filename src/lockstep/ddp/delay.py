@@ -10,8 +10,8 @@ from lockstep.ddp import setup
 from lockstep.engine.bucket import Slot
 from lockstep.engine.delayed import DelayedReduction
 from lockstep.engine.grad_memory import GradMemory
-from lockstep.engine.memory import GradOwnership
 from lockstep.engine.lane import Lane
+from lockstep.engine.memory import GradOwnership
 from lockstep.engine.reducer import Reducer
 from lockstep.engine.transport import Transport
 from lockstep.observe.timeline import Timeline
