@@ -68,12 +68,15 @@ def delayed(all_parameters: bool) -> None:
     import lockstep
 
     module = seeded()
-    names = [n for n, _ in module.named_parameters()] if all_parameters else ["second.weight", "second.bias"]
+    module.unused = nn.Linear(2, 2)
+    some = ["second.weight", "second.bias", "unused.weight"]
+    names = [n for n, _ in module.named_parameters()] if all_parameters else some
     trigger = module.first.weight
     ddp = lockstep.DDP(
         module,
         delay_all_reduce_named_params=[(n, p) for n, p in module.named_parameters() if n in names and p is not trigger],
         param_to_hook_all_reduce=trigger,
+        find_unused_parameters=True,
     )
     for step in range(3):
         ddp.zero_grad()

@@ -27,6 +27,7 @@ def delayed_reduction(
     *,
     ownership: GradOwnership,
     caps: BucketCaps,
+    finds_unused: bool,
 ) -> DelayedReduction:
     """Plan the delayed parameters by themselves."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
@@ -34,4 +35,5 @@ def delayed_reduction(
     slots = [Slot(n, parameters[n], owners.get(id(parameters[n]), ""), i) for i, n in enumerate(names)]
     plan = setup.choose_plan(setup.specs_of(slots, set()), caps, None)
     timeline = Timeline(transport.rank, num_steps=1)
-    return DelayedReduction(Reducer(plan, slots, transport, GradMemory(ownership), timeline), trigger, lane)
+    reducer = Reducer(plan, slots, transport, GradMemory(ownership), timeline)
+    return DelayedReduction(reducer, trigger, lane, finds_unused=finds_unused)

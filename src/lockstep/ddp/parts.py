@@ -160,4 +160,5 @@ def _delayed(module: nn.Module, options: Options, step: SyncStep, caps: BucketCa
         step.lane,
         ownership=options.ownership,
         caps=caps,
+        finds_unused=options.find_unused_parameters,
     )

@@ -8,21 +8,26 @@ within a backward counts by itself: what is reduced twice is the same mean.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from lockstep import torch_private
+from lockstep.engine.bucket import Slot
 from lockstep.engine.lane import Lane
 from lockstep.engine.reducer import Reducer
 from lockstep.engine.transport import Transport
+from lockstep.engine.union import Union
 
 
 class DelayedReduction:
     """Reduces its own few buckets at the end of a backward."""
 
-    def __init__(self, reducer: Reducer, trigger: nn.Parameter, lane: Lane) -> None:
+    def __init__(self, reducer: Reducer, trigger: nn.Parameter, lane: Lane, *, finds_unused: bool) -> None:
         self._reducer = reducer
         self._lane = lane
+        self._finds_unused = finds_unused
         self._tasks: set[int] = set()  # the backwards whose end is awaited
         self._handles = [trigger.register_hook(self._note)]
         for slot in reducer.slots:
@@ -48,6 +53,7 @@ class DelayedReduction:
     @torch_private.leave_to_python
     def _reduce(self, task: int) -> None:
         self._tasks.discard(task)
+        is_used = self._ask_for_used() if self._finds_unused else None
         with torch.no_grad():
             for bucket in self._reducer.buckets:
                 for slot in bucket.slots:
@@ -55,4 +61,11 @@ class DelayedReduction:
                 self._reducer.launch(bucket, [slot.parameter.grad for slot in bucket.slots])
             for bucket in self._reducer.buckets:
                 self._reducer.collect(bucket)
-                self._reducer.hand_out(bucket)
+                self._reducer.hand_out(bucket, is_used)
+
+    def _ask_for_used(self) -> Callable[[Slot], bool]:
+        """Which of them any rank has a gradient for; the others stay without."""
+        slots = self._reducer.slots
+        mine = [int(slot.parameter.grad is not None) for slot in slots]
+        counts = Union.count_used(self._reducer.transport, mine, slots[0].parameter.device)
+        return lambda slot: counts[slot.position] > 0
