@@ -68,22 +68,29 @@ def delayed(all_parameters: bool) -> None:
     import lockstep
 
     module = seeded()
-    names = [n for n, _ in module.named_parameters()] if all_parameters else ["second.weight", "second.bias"]
+    module.unused = nn.Linear(2, 2)
+    some = ["second.weight", "second.bias", "unused.weight"]
+    names = [n for n, _ in module.named_parameters()] if all_parameters else some
     trigger = module.first.weight
     ddp = lockstep.DDP(
         module,
         delay_all_reduce_named_params=[(n, p) for n, p in module.named_parameters() if n in names and p is not trigger],
         param_to_hook_all_reduce=trigger,
+        find_unused_parameters=True,
     )
     for step in range(3):
         ddp.zero_grad()
         expected = reference_gradients(step=step)
         loss_of(ddp(my_rows(batch(step, dist.get_world_size())))).backward()
         assert_gradients(module, expected)
+    trigger.requires_grad_(False)  # it never comes, as where ranks take different branches
+    ddp.zero_grad()
+    loss_of(ddp(my_rows(batch(3, dist.get_world_size())))).backward()
+    assert_gradients(module, {n: g for n, g in reference_gradients(step=3).items() if n != "first.weight"})
 
 
 @pytest.mark.parametrize("all_parameters", [False, True], ids=["some", "all but the trigger"])
-def test_delayed_parameters_are_reduced_when_the_trigger_fires(all_parameters: bool) -> None:
+def test_delayed_parameters_are_reduced_whether_or_not_the_trigger_fires(all_parameters: bool) -> None:
     run_ranks(2, delayed, all_parameters)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 
@@ -132,12 +133,51 @@ def reentrant_checkpoints(times: int, options: dict[str, bool]) -> None:
         assert_same_gradients(module, reference)
         for optimizer in optimizers:
             optimizer.step()
+    if times > 1:
+        return  # each of the passes adds by itself
+    local, seen = copy.deepcopy(module), []
+    ddp.zero_grad()
+    local.zero_grad()
+    module.layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    with ddp.no_sync():
+        ddp(mine(batch(3))).pow(2).mean().backward()
+    ddp(mine(batch(4))).pow(2).mean().backward()
+    for step in (3, 4):
+        local(mine(batch(step))).pow(2).mean().backward()
+    torch.testing.assert_close(seen[-1], local.layer.weight.grad)  # hooks see all that is added up here
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
 def test_reentrant_checkpoints(times: int, options: dict[str, bool]) -> None:
     run_ranks(3, reentrant_checkpoints, times, options)
+
+
+def unfreeze_between_micro_batches(finds_unused: bool) -> None:
+    """A plan that is extended in the middle of an accumulation knows what was added up before it."""
+    import lockstep
+
+    module, reference = TwoHeads(), TwoHeads()
+    for m in (module, reference):
+        m.head_b.bias.requires_grad_(False)
+    ddp = lockstep.DDP(module, bucket_cap_mb=0.00001, find_unused_parameters=finds_unused)
+    with ddp.no_sync():
+        losses(ddp(mine(batch(0))))[0].backward()
+    losses(reference(batch(0)))[0].backward()
+    for m in (module, reference):
+        m.head_b.bias.requires_grad_(True)
+    losses(ddp(mine(batch(1))))[1].backward()
+    losses(reference(batch(1)))[1].backward()
+    assert_same_gradients(module, reference)
+
+
+def unfreeze_in_both_ways() -> None:
+    unfreeze_between_micro_batches(False)
+    unfreeze_between_micro_batches(True)
+
+
+def test_what_was_added_up_before_a_parameter_was_unfrozen_is_reduced() -> None:
+    run_ranks(2, unfreeze_in_both_ways)
 
 
 def unfreeze_on_one_rank() -> str:

@@ -54,6 +54,18 @@ def settings_of(group: Mapping[str, Any]) -> Settings:
     return tuple([(name, _plain(group[name])) for name in SETTINGS if name in group])
 
 
+def values_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The same as the group holds them: settings stay what they are while none is replaced or can change."""
+    return tuple(map(group.get, SETTINGS))
+
+
+def can_change(value: Any) -> bool:
+    """Whether a value may become another without being replaced."""
+    if isinstance(value, tuple):
+        return any(map(can_change, value))
+    return not isinstance(value, (float, int, str, type(None)))
+
+
 def _plain(value: Any) -> Any:
     """A setting as a value that can be compared between processes."""
     kind = type(value)

@@ -152,5 +152,13 @@ def _delayed(module: nn.Module, options: Options, step: SyncStep, caps: BucketCa
     trigger = options.param_to_hook_all_reduce
     if trigger is None or not options.delayed_names:
         return None
-    transport = step.reducer.transport
-    return delayed_reduction(module, options.delayed_names, trigger, transport, ownership=options.ownership, caps=caps)
+    return delayed_reduction(
+        module,
+        options.delayed_names,
+        trigger,
+        step.reducer.transport,
+        step.lane,
+        ownership=options.ownership,
+        caps=caps,
+        finds_unused=options.find_unused_parameters,
+    )

@@ -208,6 +208,9 @@ class PlanKeeper:
                     + "\nFix: change requires_grad of the same parameters on every rank, before the same forward.",
                     told,
                 )
+        accumulated = {id(slot.parameter) for slot in self._step.reducer.slots if slot.dirty}
+        for slot in slots:
+            slot.dirty = id(slot.parameter) in accumulated
         self._plan_anew(slots)
         self._note_frozen()
         logger.info("Parameters were unfrozen (%s); the plan now covers %d of them.", names, len(slots))

@@ -359,8 +359,6 @@ class DistributedDataParallel(TorchNames, _Base):
             # A checkpoint may run the forward again, inside the backward.
             if self.require_backward_grad_sync and not torch_private.in_backward():
                 self._begin_iteration()
-            if self._parts.delayed is not None:
-                self._parts.delayed.begin()
             if not torch_private.in_backward():
                 self._parts.keeper.follow_module()
             self._parts.dist_autograd.attach_in_context()

@@ -140,20 +140,21 @@ class Closing:
         step = self._step
         reducer = step.reducer
         divisor = reducer.mean.divisor
+        skipped = tuple(b.shown_names for b in reducer.buckets if b.skipped) if step.skips_unused_buckets else ()
         return Stamp(
-            wrapper=self.union.name,
-            window=step.num_windows,
-            kind=step.kind.value,
-            updates=step.updates_before if self.union.compares_updates else 0,
-            plan=reducer.plan.digest,
-            frozen=step.frozen,
-            cast=step.casts.names(),
-            exchange=reducer.exchange.name if divisor is None else f"{reducer.exchange.name} over {divisor:g} ranks",
-            num_buckets=reducer.num_buckets_reduced,
-            skipped=tuple(bucket.shown_names for bucket in reducer.buckets if bucket.skipped),
-            resets=step.num_resets,
-            passes=step.num_passes_told,
-            gathers=step.gathers(),
+            self.union.name,
+            step.num_windows,
+            step.kind.value,
+            step.updates_before if self.union.compares_updates else 0,
+            reducer.plan.digest,
+            step.frozen,
+            step.casts.names(),
+            reducer.exchange.name if divisor is None else f"{reducer.exchange.name} over {divisor:g} ranks",
+            reducer.num_buckets_reduced,
+            skipped,
+            step.num_resets,
+            step.num_passes_told,
+            step.gathers(),
         )
 
     # ---------------------------------------------------------------- who used what

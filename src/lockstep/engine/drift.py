@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lockstep import torch_private
 from lockstep.agree.drift import (
-    Settings,
     Updates,
     settings_differ,
     settings_shown,
@@ -53,7 +52,7 @@ class Drift:
     def __init__(self) -> None:
         self.weights: Weights | None = Weights()  # None where ranks hold different parts of a model
         self.is_known = False  # until weights are made equal again
-        self._updates: dict[Settings, int] = {}  # since the last window
+        self._updates: Updates = {}  # since the last window; made anew where it changes
         self._last: Updates = {}  # before this window
         self._is_ahead = False  # they are of the update that is to come
         self._word: tuple[Updates, int] = ({}, 0)  # updates, and the number that stands for them
@@ -63,10 +62,13 @@ class Drift:
 
     def note_update(self, updates: Updates) -> None:
         """Parameters are about to be updated, by these settings."""
-        if len(self._updates) > _MOST_UPDATES:
-            self._updates = {}  # no window of this model opens
+        if not self._updates or len(self._updates) > _MOST_UPDATES:  # the latter: no window of this model opens
+            self._updates = updates
+            return
+        merged = dict(self._updates)
         for settings, places in updates.items():
-            self._updates[settings] = self._updates.get(settings, 0) | places
+            merged[settings] = merged.get(settings, 0) | places
+        self._updates = merged
 
     def look_before_update(self, step: SyncStep) -> None:
         """An optimizer is about to step: see [Note: when]."""
@@ -113,14 +115,15 @@ class Drift:
 
     def words(self) -> Words:
         """What this rank tells."""
-        if self._word[0] != self._last:
+        if self._word[0] is not self._last:
             self._word = (self._last, word_of(self._last))
         return Words(self._word[1], self.weights.word() if self.weights is not None else 0)
 
     def judge(self, step: SyncStep, told: dict[int, Words]) -> None:
         """Compare the words of the ranks that take part, by rank of the group; raises the same error on all."""
-        if len(set(told.values())) <= 1:
-            if self.weights is not None and any(words.weights for words in told.values()):
+        everyones = list(told.values())
+        if not everyones or everyones.count(everyones[0]) == len(everyones):
+            if self.weights is not None and everyones and everyones[0].weights:
                 self.weights.forget()  # all have it, and the same
             return
         control = step.closing.union.control

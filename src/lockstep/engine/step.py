@@ -233,7 +233,8 @@ class SyncStep:
             return True  # frozen since it was wrapped
         if self.static.is_on:
             return self.static.is_unused(slot)
-        return self._used_in_forward is not None and id(slot.parameter) not in self._used_in_forward
+        # What was accumulated before waits for the end of the pass: a reentrant checkpoint may hide a use of it.
+        return self._used_in_forward is not None and id(slot.parameter) not in self._used_in_forward and not slot.dirty
 
     # ---------------------------------------------------------------- parameters become ready
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep import errors
-from lockstep.agree.drift import Settings, Updates, settings_of
+from lockstep.agree.drift import Settings, Updates, can_change, settings_of, values_of
 from lockstep.engine import registry
 from lockstep.engine.bucket import Slot, has_lost_hook
 from lockstep.engine.states import State
@@ -23,10 +24,34 @@ from lockstep.engine.step import SyncStep
 
 _watched: weakref.WeakSet[SyncStep] = weakref.WeakSet()
 _installed = False
-# Which steps an optimizer updates, and by which of its groups which parameters (``Updates`` of agree/drift.py), as
-# long as it holds as many and nobody has other ones to look after.
-_Shares = list[tuple[weakref.ref[SyncStep], tuple[int, ...]]]
-_touched: weakref.WeakKeyDictionary[Any, tuple[Any, _Shares]] = weakref.WeakKeyDictionary()
+
+
+class _Share:
+    """Which parameters of a step an optimizer updates, by its groups, and by which settings it did so last."""
+
+    def __init__(self, step: SyncStep, places: Sequence[int]) -> None:
+        self.step = weakref.ref(step)
+        self._places = places
+        self._values: Sequence[Any] = ()  # of those settings, if none can change without being replaced
+        self._updates: Updates = {}
+
+    def updates(self, optimizer: torch.optim.Optimizer) -> Updates:
+        """What an update now would be (``Updates`` of agree/drift.py)."""
+        groups = optimizer.param_groups
+        values = [value for group in groups for value in values_of(group)]
+        if self._values and all(map(is_, values, self._values)):
+            return self._updates
+        updates: dict[Settings, int] = {}
+        for group, places in zip(groups, self._places, strict=True):
+            if places:
+                settings = settings_of(group)
+                updates[settings] = updates.get(settings, 0) | places
+        self._values, self._updates = () if any(map(can_change, values)) else values, updates
+        return updates
+
+
+# As long as an optimizer holds as many parameters and nobody has other ones to look after.
+_touched: weakref.WeakKeyDictionary[Any, tuple[Any, list[_Share]]] = weakref.WeakKeyDictionary()
 _places: weakref.WeakKeyDictionary[SyncStep, tuple[list[Slot], dict[int, int]]] = weakref.WeakKeyDictionary()
 
 
@@ -43,10 +68,10 @@ def watch(step: SyncStep) -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return  # it is traced once, and would be traced away; the graph itself is watched, see ddp/dispatch.py
-    for reference, shares in _shares_of(optimizer):
-        step = reference()
+    for share in _shares_of(optimizer):
+        step = share.step()
         if step is not None:
-            _note_settings(optimizer, step, shares)
+            _note_settings(optimizer, step, share)
             step.reducer.finiteness.drop(step.reducer.slots)
             before_update(step, lambda: _ids(optimizer))
 
@@ -67,10 +92,10 @@ def before_update(step: SyncStep, stepped: Callable[[], set[int]]) -> None:
         step.num_updates += 1
 
 
-def _note_settings(optimizer: torch.optim.Optimizer, step: SyncStep, shares: Sequence[int]) -> None:
+def _note_settings(optimizer: torch.optim.Optimizer, step: SyncStep, share: _Share) -> None:
     """Remember by which settings an optimizer updates which parameters; ranks compare them in the next window."""
     if step.closing.compares:
-        step.drift.note_update(_updates(optimizer, shares))
+        step.drift.note_update(share.updates(optimizer))
         if step.state is State.IDLE:
             step.drift.look_before_update(step)
 
@@ -94,45 +119,36 @@ class SoleOptimizer:
         optimizer = None if self._optimizer is None else self._optimizer()
         if optimizer is None:
             return
-        for reference, shares in _shares_of(optimizer):
-            step = reference()
+        for share in _shares_of(optimizer):
+            step = share.step()
             if step is not None:
-                _note_settings(optimizer, step, shares)
+                _note_settings(optimizer, step, share)
 
 
 def updates_of(optimizer: torch.optim.Optimizer, step: SyncStep) -> Updates:
     """By which settings an optimizer would update which parameters of a step."""
-    shares = [shares for reference, shares in _shares_of(optimizer) if reference() is step]
-    return _updates(optimizer, shares[0]) if shares else {}
-
-
-def _updates(optimizer: torch.optim.Optimizer, shares: Sequence[int]) -> Updates:
-    updates: dict[Settings, int] = {}
-    for group, places in zip(optimizer.param_groups, shares, strict=True):
-        if places:
-            settings = settings_of(group)
-            updates[settings] = updates.get(settings, 0) | places
-    return updates
+    shares = [share for share in _shares_of(optimizer) if share.step() is step]
+    return shares[0].updates(optimizer) if shares else {}
 
 
 def steps_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[SyncStep]]:
     """The steps whose parameters an optimizer has."""
-    return [reference for reference, _ in _shares_of(optimizer)]
+    return [share.step for share in _shares_of(optimizer)]
 
 
-def _shares_of(optimizer: torch.optim.Optimizer) -> _Shares:
+def _shares_of(optimizer: torch.optim.Optimizer) -> list[_Share]:
     """The steps whose parameters an optimizer has, and which of them each of its groups."""
     state = (registry.num_changes(), [len(group["params"]) for group in optimizer.param_groups])
     known = _touched.get(optimizer)
     if known is not None and known[0] == state:
         return known[1]
-    found = [(step, tuple([_share(step, group["params"]) for group in optimizer.param_groups])) for step in _watched]
-    shares = [(weakref.ref(step), share) for step, share in found if any(share)]
+    found = [(step, [_places_of(step, group["params"]) for group in optimizer.param_groups]) for step in _watched]
+    shares = [_Share(step, places) for step, places in found if any(places)]
     _touched[optimizer] = (state, shares)
     return shares
 
 
-def _share(step: SyncStep, parameters: Iterable[Any]) -> int:
+def _places_of(step: SyncStep, parameters: Iterable[Any]) -> int:
     """Which of a step's parameters are among these."""
     slots = step.reducer.slots
     known = _places.get(step)

@@ -66,20 +66,20 @@ class Weights:
         parameter = slot.parameter.detach()
         if slot.is_dtensor:  # of a tensor-parallel one the part that lies here
             parameter = local_tensor(parameter)
-        if type(parameter) is not Tensor or parameter.numel() == 0 or slot.name in self.skipped:
+        if type(parameter) is not Tensor or slot.name in self.skipped:
             return  # classes of their own may have no norm
-        device = parameter.device.type
-        if device != "cpu" and (device != "cuda" or torch.cuda.is_current_stream_capturing()):
+        device = parameter.device
+        if not parameter.is_cpu and (device.type != "cuda" or torch.cuda.is_current_stream_capturing()):
             return
         part = _part(parameter, number // len(slots)).reshape(-1)
-        is_coarse = part.dtype in _COARSE
-        if not is_coarse and part.dtype not in _FINE:
+        num_elements, is_coarse = part.numel(), part.dtype in _COARSE
+        if num_elements == 0 or (not is_coarse and part.dtype not in _FINE):
             return  # there are no norms of it
         part = part.float() if is_coarse else part
         self.name, self._window = slot.name, 2 * window + is_before_update
-        self._tolerances = (_COARSE_TOLERANCE if is_coarse else _TOLERANCE, _LEAST_DIFFERENCE * part.numel() ** 0.5)
-        pattern = _pattern(part.dtype, part.device, part.numel())
-        if device == "cpu":
+        self._tolerances = (_COARSE_TOLERANCE if is_coarse else _TOLERANCE, _LEAST_DIFFERENCE * num_elements**0.5)
+        pattern = _pattern(part.dtype, device, num_elements)
+        if parameter.is_cpu:
             self._numbers = (part.dot(part), part.dot(pattern))
         else:
             numbers = torch.stack([(part * part).sum(), (part * pattern).sum()])  # without cuBLAS
@@ -87,7 +87,7 @@ class Weights:
             self._numbers = host.copy_(numbers, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(part.device))
-        self._num_elements = part.numel()
+        self._num_elements = num_elements
 
     def word(self) -> int:
         """What this rank tells the others: of which window the look is, and its number; 0 where there is none yet."""

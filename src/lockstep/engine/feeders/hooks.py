@@ -69,11 +69,12 @@ class HookFeeder:
         registry.unregister(self._step)
 
     @torch_private.leave_to_python
-    def _on_gradient(self, slot: Slot, parameter: Tensor) -> None:
+    def _on_gradient(self, slot: Slot, given: Tensor) -> None:
         """The hook: runs once per parameter and backward, so it does as little as it can."""
         if torch.compiler.is_dynamo_compiling():
-            compiled_autograd.capture(self._step, parameter)
+            compiled_autograd.capture(self._step, given)
             return
+        parameter = slot.parameter  # ``given`` is something else behind a hook that returns it, which torch refuses
         if slot.is_taken and parameter.grad is None:
             return  # a graph delivered it, and autograd had nothing to add
         num_hooks = len(torch_private.hooks_after(parameter))
