@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep import fully_shard
 from lockstep.shard import register_forward_method, share_comm_ctx
+from lockstep.shard.foresight import Meeting
 from multirank.compare import assert_close
 from multirank.harness import expect_errors, lockstep_only, run_ranks
 from multirank.models import CASES, GPT, MLP, shard
@@ -125,6 +127,23 @@ def stale() -> None:
         for unit_parameter in module._lockstep_unit.parameters:
             unit_parameter.sharded.zero_()
         assert module(x).abs().max() == 0.0
+
+
+def give_other_memory() -> list[int]:
+    """One rank gives its shards other memory: it has the same values, and gathers no more often than others."""
+    module = shard_by_blocks(MLP())
+    unit = module.layers[2]._lockstep_unit
+    totals = []
+    for step in range(4):
+        if step >= 2 and dist.get_rank() == 1:
+            module.layers[2].weight.data = module.layers[2].weight.data.clone()
+        module(torch.ones(2, 8)).sum().backward()
+        totals.append(unit.last_gathers.total)
+    return totals
+
+
+def test_other_memory_of_the_same_values() -> None:
+    assert run_ranks(2, give_other_memory) == [[2, 2, 2, 2]] * 2
 
 
 def test_whole_parameters_are_not_stale() -> None:
@@ -795,6 +814,20 @@ def finalize_by_hand() -> None:
         if async_op:
             handle.wait()
         assert all(p.grad is not None for p in module.parameters())
+    module.register_buffer("seen", torch.tensor(float(dist.get_rank())))
+    module.set_sync_buffers()
+    met = []
+    for _ in range(4):
+        with mock.patch.object(Meeting, "compare") as meeting:
+            module(x).sum().backward()
+            module.layers[2].unshard()  # before the window ends
+            module.layers[2].reshard()
+            module.finalize_backward()
+        met.append(meeting.call_count)
+        assert module.seen == 0.0
+        assert module.layers[2]._lockstep_unit.last_gathers.total == 3
+    assert met[1:] == [0, 0, 0]  # windows end, so what comes next is foreseen
+    module.set_sync_buffers(False)
     module.set_keep_unsharded_storage(True)
     module(x).sum().backward()
     module.finalize_backward()

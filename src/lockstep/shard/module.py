@@ -355,8 +355,8 @@ class _Finalization(UnshardHandle):
 
     def wait(self) -> None:
         if self._root is not None:
-            for step in self._root.steps:
-                step.finalize()
+            for team in self._root.teams:
+                team.finalize()
             self._root = None
 
 

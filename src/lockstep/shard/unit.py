@@ -244,6 +244,8 @@ class Unit:
             return
         start = now()
         self.gathers.total += 1
+        for store in self.stores:
+            store.follow()  # which gives shards other memory, and that is no change of theirs
         self._versions = [self.versions_of(store) for store in self.stores]
         with torch_private.RecordFunction(f"lockstep::gather {self.name}"):
             for number, store in enumerate(self.stores):
