@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
+import lockstep
 from lockstep import fully_shard
 from lockstep.shard import register_forward_method, share_comm_ctx
 from lockstep.shard.foresight import Meeting
@@ -114,6 +115,46 @@ def residence() -> None:
         root_only.set_reshard_after_forward(2)
 
 
+class WithNames(nn.Module):
+    """One that has names of ours for things of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics = nn.Linear(4, 4)
+        self.plan = [2.0]
+        self._root = 3.0
+        self.layer = nn.Linear(4, 4)
+
+    def join(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.plan[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.timeline = self._root
+        return self.join(self.metrics(self.layer(x))) * self.timeline
+
+
+def keep_own_names(how: str) -> None:
+    torch.manual_seed(0)
+    module = WithNames()
+    reference = copy.deepcopy(module)
+    fully_shard(module.layer)
+    fully_shard(module)
+    x = torch.randn(3, 4)
+    called: Any = torch.compile(module, backend="aot_eager") if how == "compiled" else module
+    called(x).sum().backward()
+    reference(x).sum().backward()
+    assert_close(whole_gradients(module), gradients(reference), how)
+    with module.no_sync():
+        called(x).sum().backward()
+    assert len(module.layer.plan.units) == 1  # a module that has no such name
+    assert lockstep.explain(module) is not None
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_a_modules_own_names_go_first(how: str) -> None:
+    run_ranks(2, keep_own_names, how)
+
+
 def test_when_parameters_are_whole() -> None:
     run_ranks(2, residence)
 
@@ -157,14 +198,14 @@ def memory_is_freed() -> None:
 
     def count(*_: Any) -> None:
         nonlocal most
-        most = max(most, sum(unit.residence.value != "sharded" for unit in module._root.units))
+        most = max(most, sum(unit.residence.value != "sharded" for unit in module._lockstep_root.units))
 
     for block in module.blocks:
         block.up.register_forward_hook(count)
     for step in range(2):
         case.loss(module, case.batch(step, torch.float64)).backward()
     assert most <= 3  # the root, the block that runs, and the one that is on its way
-    for unit in module._root.units:
+    for unit in module._lockstep_root.units:
         assert unit.residence.value == "sharded"
         for store in unit.stores:
             assert store._buffer.untyped_storage().nbytes() == 0

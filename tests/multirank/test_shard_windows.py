@@ -84,7 +84,7 @@ def accumulate(how: str) -> None:
     for step in (4, 5):
         pair.reference_loss(step).backward()
     pair.compare("by set_requires_gradient_sync")
-    assert pair.module._root.steps[0].num_windows == 4
+    assert pair.module._lockstep_root.steps[0].num_windows == 4
 
 
 @pytest.mark.parametrize("how", MODES)
