@@ -42,14 +42,19 @@ class ShardedModule(FSDPModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit = self._lockstep_unit
+        call = self._lockstep_own_call
         if torch.compiler.is_compiling() and not unit.has_own_gathers:
-            return traced_call(self, super().__call__, args, kwargs)  # type: ignore[misc]
+            return traced_call(self, call, args, kwargs)
         if unit.traced_by is not None:
-            return unit.traced_by(unit, super().__call__, args, kwargs)  # type: ignore[misc]
+            return unit.traced_by(unit, call, args, kwargs)
         with _failure_noted(unit):
             args, kwargs = before_forward(unit, self, args, kwargs)  # type: ignore[arg-type]
-            output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+            output = call(*args, **kwargs)
             return after_forward(unit, self, output)  # type: ignore[arg-type]
+
+    def _lockstep_own_call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it as its own class does."""
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
@@ -236,7 +241,10 @@ def _failure_noted(unit: Unit) -> Iterator[None]:
             note_read(error, [] if unit.root is None else unit.root.units)
             notice(error)
         if unit.root is not None and unit.root.running is not None and not torch_private.in_backward():
-            unit.root.fail_forward()
+            if unit is unit.root.running:
+                unit.root.fail_forward()
+            else:
+                unit.fail_forward()  # the module around it may go on without it
         raise
 
 
@@ -294,6 +302,28 @@ def _after_load(module: Any, _: Any) -> None:
     _follow([module._lockstep_unit])
 
 
+class _CalledAsAnyModule(ShardedModule):
+    """One whose own class is called as any module is.
+
+    Whoever has kept that call from before it was sharded (``torch.compile(module)`` does) comes to ``_call_impl``.
+    """
+
+    _orig_cls_mro_index = 4
+
+    def _lockstep_own_call(self, *args: Any, **kwargs: Any) -> Any:
+        compiled = self._compiled_call_impl  # type: ignore[attr-defined]
+        if compiled is not None:
+            return compiled(*args, **kwargs)
+        return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        return self(*args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile its own call, which is given whole parameters."""
+        self._compiled_call_impl = torch.compile(super()._call_impl, *args, **kwargs)  # type: ignore[misc]
+
+
 _classes: dict[tuple[type, frozenset[str]], type] = {}
 
 
@@ -303,7 +333,8 @@ def give_face(module: nn.Module, unit: Unit) -> None:
     added = names_for(module)
     kind = (own, frozenset(added))
     if kind not in _classes:
-        _classes[kind] = type(f"FSDP{own.__name__}", (ShardedModule, own), added)
+        face = _CalledAsAnyModule if own.__call__ is nn.Module.__call__ else ShardedModule
+        _classes[kind] = type(f"FSDP{own.__name__}", (face, own), added)
     object.__setattr__(module, "_lockstep_unit", unit)
     unit.on_layout = _show_layout
     _show_layout(unit)
