@@ -52,7 +52,9 @@ def explain(model: nn.Module) -> Explanation | ShardExplanation:
     wrappers = _wrappers_in(model)
     sharded = [] if wrappers or not isinstance(model, nn.Module) else _sharded_in(model)
     if len(sharded) == 1:
-        return sharded[0].explain_compilation()
+        from lockstep.shard.explain import explain_root
+
+        return explain_root(sharded[0]._lockstep_root)
     if len(wrappers) != 1:
         raise ValueError(
             "explain() needs a model with one lockstep.DDP or one sharded model in it, and found "

@@ -183,7 +183,14 @@ def by_chance(model: Any, module: nn.Module, x: torch.Tensor) -> list[torch.Tens
     return [0.1 * torch.randn_like(p) for p in module.parameters()]
 
 
-MOVES = {f.__name__: f for f in (along_local_gradients, along_zeroed_gradients, along_asked_gradients, by_chance)}
+def by_chance_after_a_reduction(model: Any, module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """The same in the middle of a step: a reduction came before, and no optimizer has stepped yet."""
+    model(x).square().mean().backward()
+    return by_chance(model, module, x)
+
+
+NOISE = (by_chance, by_chance_after_a_reduction)
+MOVES = {f.__name__: f for f in (along_local_gradients, along_zeroed_gradients, along_asked_gradients, *NOISE)}
 
 
 def perturb(move: str, *, by_hand: bool) -> list[float]:
@@ -211,7 +218,7 @@ def perturb(move: str, *, by_hand: bool) -> list[float]:
 
 
 # What moves before any forward cannot be told from an update by hand.
-CASES = [(move, by_hand) for move in MOVES for by_hand in (False, True) if not (by_hand and move == "by_chance")]
+CASES = [(name, by_hand) for name in MOVES for by_hand in (False, True) if not by_hand or MOVES[name] not in NOISE]
 
 
 @pytest.mark.parametrize(("move", "by_hand"), CASES)

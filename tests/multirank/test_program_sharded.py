@@ -69,7 +69,7 @@ def gathered(mine: Any) -> list[Any]:
 
 def assert_windows(model: Any, num: int) -> None:
     """Windows and updates are counted as the loop counts them."""
-    (step,) = model._root.steps
+    (step,) = model._lockstep_root.steps
     assert (step.num_windows, step.num_updates) == (num, num)
 
 
@@ -176,7 +176,9 @@ def train_uneven(**options: Any) -> None:
     assert step.explain().num_program_calls == 19
     torch.testing.assert_close(step.grad_norm, norm, rtol=1e-4, atol=1e-5)
     assert_all_close({name: p.detach() for name, p in alone.named_parameters()}, whole_parameters(model))
-    counts = {unit.name: (unit.last_gathers.total, unit.last_gathers.in_graph_backward) for unit in model._root.units}
+    counts = {
+        unit.name: (unit.last_gathers.total, unit.last_gathers.in_graph_backward) for unit in model._lockstep_root.units
+    }
     frees = options.get("reshard_after_forward") is not False
     assert all(counts[f"blocks.{index}"] == ((2, 1) if frees else (1, 0)) for index in range(3)), counts
     assert len(set(map(str, gathered(step.explain().programs)))) == 1

@@ -433,3 +433,55 @@ def copy_state() -> None:
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_state_dict_is_copied_and_saved(world: int) -> None:
     run_ranks(world, copy_state)
+
+
+class Fallible(nn.Module):
+    """Its first block may fail, and then it goes on without it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 3)
+        self.fails = self.catches = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[0](x))
+        try:
+            x = self.layers[1](x if not self.fails else x[:, :3])
+        except RuntimeError:
+            if not self.catches:
+                raise
+        return self.head(self.layers[2](x))  # type: ignore[no-any-return]
+
+
+def fail_and_go_on(frees: bool) -> None:
+    torch.manual_seed(0)
+    sides = Sides(Fallible().double(), "eager", reshard_after_forward=frees)
+    module, reference = sides.module, sides.reference
+    sides.backward(0)
+    sides.compare("before")
+    module.fails = reference.fails = True
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        sides.backward(1)
+    assert all(isinstance(p, DTensor) for p in module.parameters())
+    module.catches = reference.catches = True
+    sides.zero()
+    sides.backward(2)
+    sides.compare("without the block that failed")
+    module.fails = reference.fails = False
+    sides.zero()
+    sides.backward(3)
+    sides.compare("with all blocks again")
+    module(batch(0, 4))  # what was gathered stays whole where it is not freed
+    for model in (module, reference):
+        model.zero_grad()
+        for layer in (model.layers[0], model.head):
+            layer.weight.requires_grad_(False)
+    sides.backward(5)
+    sides.compare("frozen while it was whole")
+    assert not any(layer.weight.requires_grad for layer in (module.layers[0], module.head))
+
+
+@pytest.mark.parametrize("frees", [True, False])
+def test_failing_and_freezing_while_units_are_whole(frees: bool) -> None:
+    run_ranks(2, fail_and_go_on, frees)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
+import lockstep
 from lockstep import fully_shard
 from lockstep.shard import register_forward_method, share_comm_ctx
+from lockstep.shard.foresight import Meeting
 from multirank.compare import assert_close
 from multirank.harness import expect_errors, lockstep_only, run_ranks
 from multirank.models import CASES, GPT, MLP, shard
@@ -112,6 +115,46 @@ def residence() -> None:
         root_only.set_reshard_after_forward(2)
 
 
+class WithNames(nn.Module):
+    """One that has names of ours for things of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics = nn.Linear(4, 4)
+        self.plan = [2.0]
+        self._root = 3.0
+        self.layer = nn.Linear(4, 4)
+
+    def join(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.plan[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.timeline = self._root
+        return self.join(self.metrics(self.layer(x))) * self.timeline
+
+
+def keep_own_names(how: str) -> None:
+    torch.manual_seed(0)
+    module = WithNames()
+    reference = copy.deepcopy(module)
+    fully_shard(module.layer)
+    fully_shard(module)
+    x = torch.randn(3, 4)
+    called: Any = torch.compile(module, backend="aot_eager") if how == "compiled" else module
+    called(x).sum().backward()
+    reference(x).sum().backward()
+    assert_close(whole_gradients(module), gradients(reference), how)
+    with module.no_sync():
+        called(x).sum().backward()
+    assert len(module.layer.plan.units) == 1  # a module that has no such name
+    assert lockstep.explain(module) is not None
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_a_modules_own_names_go_first(how: str) -> None:
+    run_ranks(2, keep_own_names, how)
+
+
 def test_when_parameters_are_whole() -> None:
     run_ranks(2, residence)
 
@@ -127,6 +170,23 @@ def stale() -> None:
         assert module(x).abs().max() == 0.0
 
 
+def give_other_memory() -> list[int]:
+    """One rank gives its shards other memory: it has the same values, and gathers no more often than others."""
+    module = shard_by_blocks(MLP())
+    unit = module.layers[2]._lockstep_unit
+    totals = []
+    for step in range(4):
+        if step >= 2 and dist.get_rank() == 1:
+            module.layers[2].weight.data = module.layers[2].weight.data.clone()
+        module(torch.ones(2, 8)).sum().backward()
+        totals.append(unit.last_gathers.total)
+    return totals
+
+
+def test_other_memory_of_the_same_values() -> None:
+    assert run_ranks(2, give_other_memory) == [[2, 2, 2, 2]] * 2
+
+
 def test_whole_parameters_are_not_stale() -> None:
     run_ranks(2, stale)
 
@@ -138,14 +198,14 @@ def memory_is_freed() -> None:
 
     def count(*_: Any) -> None:
         nonlocal most
-        most = max(most, sum(unit.residence.value != "sharded" for unit in module._root.units))
+        most = max(most, sum(unit.residence.value != "sharded" for unit in module._lockstep_root.units))
 
     for block in module.blocks:
         block.up.register_forward_hook(count)
     for step in range(2):
         case.loss(module, case.batch(step, torch.float64)).backward()
     assert most <= 3  # the root, the block that runs, and the one that is on its way
-    for unit in module._root.units:
+    for unit in module._lockstep_root.units:
         assert unit.residence.value == "sharded"
         for store in unit.stores:
             assert store._buffer.untyped_storage().nbytes() == 0
@@ -795,6 +855,20 @@ def finalize_by_hand() -> None:
         if async_op:
             handle.wait()
         assert all(p.grad is not None for p in module.parameters())
+    module.register_buffer("seen", torch.tensor(float(dist.get_rank())))
+    module.set_sync_buffers()
+    met = []
+    for _ in range(4):
+        with mock.patch.object(Meeting, "compare") as meeting:
+            module(x).sum().backward()
+            module.layers[2].unshard()  # before the window ends
+            module.layers[2].reshard()
+            module.finalize_backward()
+        met.append(meeting.call_count)
+        assert module.seen == 0.0
+        assert module.layers[2]._lockstep_unit.last_gathers.total == 3
+    assert met[1:] == [0, 0, 0]  # windows end, so what comes next is foreseen
+    module.set_sync_buffers(False)
     module.set_keep_unsharded_storage(True)
     module(x).sum().backward()
     module.finalize_backward()

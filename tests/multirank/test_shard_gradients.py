@@ -84,9 +84,21 @@ def compile_in_place_then_shard(module: nn.Module) -> None:
     shard_by_blocks(module)
 
 
+def compile_then_shard(module: nn.Module) -> Any:
+    """What is called was compiled before its module was sharded."""
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    shard_by_blocks(module)
+    return compiled
+
+
+def shard_then_compile_in_place(module: nn.Module) -> Any:
+    shard_by_blocks(module)
+    module.compile(backend="aot_eager")
+
+
 def train_with_compiled_blocks() -> list[int]:
     num_graphs = []
-    for prepare in (compile_blocks, compile_in_place_then_shard):
+    for prepare in (compile_blocks, compile_in_place_then_shard, compile_then_shard, shard_then_compile_in_place):
         torch._dynamo.utils.counters.clear()
         torch._dynamo.reset()
         num_graphs.append(_train_blocks(prepare))
@@ -97,11 +109,12 @@ def _train_blocks(prepare: Any) -> int:
     case = CASES["gpt_tied"]
     rank, world = dist.get_rank(), dist.get_world_size()
     module, reference = case.module(torch.float64), case.module(torch.float64)
-    prepare(module)
+    prepared = prepare(module)
+    called = module if prepared is None else prepared
     for step in range(2):
         module.zero_grad()
         reference.zero_grad()
-        case.loss(module, shard(case.batch(step, torch.float64), rank, world)).backward()
+        case.loss(called, shard(case.batch(step, torch.float64), rank, world)).backward()
         reference_backward(case, reference, case.batch(step, torch.float64), world)
         for mine, theirs in zip(module.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(whole(mine.grad), theirs.grad)
@@ -109,8 +122,8 @@ def _train_blocks(prepare: Any) -> int:
 
 
 def test_compiled_blocks() -> None:
-    """One graph serves all blocks, whether it gathers itself or is gathered for."""
-    assert run_ranks(2, train_with_compiled_blocks)[0] == [1, 1]
+    """One graph serves all blocks, whether it gathers itself or is gathered for, and one the whole model."""
+    assert run_ranks(2, train_with_compiled_blocks)[0] == [1, 1, 1, 1]
 
 
 def train_with_breaks() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -157,6 +158,42 @@ def test_an_error_on_one_rank_where_some_ranks_keep_the_whole() -> None:
 @pytest.mark.parametrize("hook", ["one collective", "two"])
 def test_an_error_on_one_rank_with_a_hook(hook: str) -> None:
     run_ranks(2, fail_on_one, "eager", 1, 0, hook, limit_s=180)
+
+
+def run_models_in_another_order(how: str) -> str:
+    """Two models on the same ranks, which one rank runs the other way round."""
+    torch.manual_seed(0)
+    modules = [Shuffled().double(), Shuffled().double()]
+    reference = copy.deepcopy(modules)
+    called: list[Any] = [shard_by_blocks(module) for module in modules]
+    if how == "compiled":
+        called = [torch.compile(module, backend="aot_eager") for module in called]
+    x = Run.batch(0, 0)
+
+    def run(order: Sequence[int]) -> None:
+        for number in order:
+            modules[number].zero_grad()
+            called[number](x).sum().backward()
+
+    run((0, 1))
+    run((0, 1))
+    with pytest.raises(lockstep.errors.Disagreement) as caught:
+        run((1, 0) if dist.get_rank() == 1 else (0, 1))
+    for module in modules:
+        module.reset_sync_window()
+    run((1, 0))
+    run((0, 1))
+    for module, plain in zip(modules, reference, strict=True):
+        plain(x).sum().backward()
+        assert_close(whole_gradients(module), gradients(plain), "after models in another order")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_models_in_another_order_on_one_rank(how: str) -> None:
+    for said in run_ranks(2, run_models_in_another_order, how, limit_s=120):
+        assert "rank 1" in said
+        assert "gathers of sharded units so far" in said
 
 
 class Uneven(nn.Module):

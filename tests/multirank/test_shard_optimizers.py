@@ -78,7 +78,7 @@ def evaluate_before_the_update(kind: str, compiles: bool) -> None:
         with torch.no_grad():
             torch.testing.assert_close(model(batch(12)), plain(batch(12)), msg=f"{kind}, step {number}")
     assert_close(whole_parameters(module), parameters(plain), kind, 1e-9)
-    assert module._root.steps[0].num_updates == 3
+    assert module._lockstep_root.steps[0].num_updates == 3
 
 
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "one_graph"])
@@ -95,7 +95,7 @@ def only_rank_0_compiles() -> None:
         module(batch(number)).square().mean().backward()
         step()
         optimizer.zero_grad()
-    assert module._root.steps[0].num_updates == 3
+    assert module._lockstep_root.steps[0].num_updates == 3
     plain = built()
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
     for number in range(3):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import lockstep
 from lockstep import fully_shard
+from lockstep.shard import exchange
 from multirank.compare import assert_close
 from multirank.harness import expect_errors, lockstep_only, run_ranks
 from multirank.models import CASES, GPT, MLP, shard
@@ -82,7 +84,7 @@ def accumulate(how: str) -> None:
     for step in (4, 5):
         pair.reference_loss(step).backward()
     pair.compare("by set_requires_gradient_sync")
-    assert pair.module._root.steps[0].num_windows == 4
+    assert pair.module._lockstep_root.steps[0].num_windows == 4
 
 
 @pytest.mark.parametrize("how", MODES)
@@ -179,6 +181,16 @@ def train_twice(how: str) -> None:
         reference(batch).square().mean().backward()
         assert_close(whole_gradients(module), gradients(reference), f"step {step}")
     assert module.blocks[2][0].weight.grad is None
+    if how == "eager":
+        loss = called(torch.randn(6, 8, dtype=torch.float64)).square().mean()
+        assert [num_scatters(loss) for _ in range(3)] == [4, 4, 4]  # of one graph, whose nodes stay known
+
+
+def num_scatters(loss: torch.Tensor) -> int:
+    """How many there are in a backward that keeps its graph; what comes after its unit has left takes another."""
+    with mock.patch.object(exchange, "ScatterFlight", wraps=exchange.ScatterFlight) as flights:
+        loss.backward(retain_graph=True)
+    return flights.call_count
 
 
 @pytest.mark.parametrize("how", MODES)

@@ -29,7 +29,7 @@ def test_a_program_is_close_to_the_loop(name: str, world_of_one: None, uncompile
     assert_close(right, by_step(case, setup, step))
     assert not step.explain().reasons
     assert step.explain().num_program_calls >= 19 * case.accumulate - 2
-    (counted,) = setup.model._root.steps
+    (counted,) = setup.model._lockstep_root.steps
     assert (counted.num_windows, counted.num_updates) == (20, 20)
 
 
@@ -89,7 +89,7 @@ def test_modules_have_their_shards_again_after_a_trace_that_broke(world_of_one: 
     assert "it cannot be one program" in step.explain().reasons[0]
     after = dict(model.named_parameters())
     assert all(after[name] is parameter for name, parameter in before.items())
-    assert all(unit.traced_by is None for unit in model._root.units)
+    assert all(unit.traced_by is None for unit in model._lockstep_root.units)
 
 
 def test_a_parameter_without_gradient_is_the_loops(world_of_one: None, uncompiled: None) -> None:

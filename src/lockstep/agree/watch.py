@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic, sleep
@@ -73,6 +73,8 @@ class Watch:
         self.is_in_window: Callable[[], bool] | None = None
         # Whether a meeting is only for others of these ranks.
         self.is_foreign: Callable[[str], bool] | None = None
+        # Those of other models whose collectives are in one row with this one's: who waits there is missed here too.
+        self.companions: Callable[[], Iterable[Watch]] = tuple
         if board is not None:
             me = weakref.ref(self)
             board.on_slice = lambda: None if (watch := me()) is None else watch.require_peers()
@@ -129,8 +131,9 @@ class Watch:
             self._wait(lambda: work.wait(_SLICE), work.is_completed, moment, meeting)
         finally:
             if meeting is not None and meeting[0] in self._met:
-                self._met.discard(meeting[0])
-                self._leave_meeting()
+                for watch in (self, *self.companions()):
+                    watch._met.discard(meeting[0])
+                    watch._leave_meeting()
 
     def wait_future(self, future: torch.futures.Future[Any], moment: Callable[[], str]) -> Any:
         """Wait for what a communication hook returned, and return its value."""
@@ -225,7 +228,8 @@ class Watch:
                     "Fix: do it on all ranks, before the same step.",
                     values,
                 )
-                self.post_failure(error)
+                for watch in (self, *self.companions()):
+                    watch.post_failure(error)
                 raise error
 
     def _wait(
@@ -253,7 +257,8 @@ class Watch:
                     vigil = Vigil(self, moment, self.limit_seconds)
                 self.raise_failed_peer(moment)
                 if meeting is not None and meeting[0] not in self._met:
-                    self._come_to_meeting(*meeting)
+                    for watch in (self, *self.companions()):
+                        watch._come_to_meeting(*meeting)
                 vigil.look()
                 self._look_for_meetings(missed, moment)
         except BaseException as error:

@@ -5,7 +5,7 @@ window; a difference is one error on all ranks.
 
 [Note: when]  Within a step ranks may have other weights on purpose, and put them back before they update: SAM moves
 them along each rank's own gradient for a second backward, others add noise.  So weights are looked at when an optimizer
-is about to step.  Where none ever has, the loop updates by hand: then they are looked at as the first forward since the
+is about to step.  Where there is none, the loop updates by hand: then they are looked at as the first forward since the
 last window begins, which comes before a step can have moved anything; not in the first window, for which they were made
 equal, unless nobody has.
 """
@@ -26,6 +26,7 @@ from lockstep.agree.drift import (
     words_differ,
 )
 from lockstep.engine.recovery import WEIGHTS_DIFFER
+from lockstep.engine.registry import optimizers_of
 from lockstep.engine.weights import Weights
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _SECONDS = 60.0
 _MOST_UPDATES = 1000
+_MOST_WINDOWS_OF_A_STEP = 16  # after so many, an optimizer that has not stepped is not how the loop updates
 _trains = attrgetter("parameter.requires_grad")
 
 
@@ -58,6 +60,7 @@ class Drift:
         self._word: tuple[Updates, int] = ({}, 0)  # updates, and the number that stands for them
         self._has_looked = False  # at weights, since the last window
         self._has_optimizer = False  # that has updated any of them
+        self._waits_for_optimizer = True  # as long as there is one that might
         self.begins_equal = True  # weights were made equal when the model was wrapped
 
     def note_update(self, updates: Updates) -> None:
@@ -79,8 +82,17 @@ class Drift:
         """A forward with gradients begins: look at weights that no optimizer updates."""
         if self._has_looked or self._has_optimizer or (step.num_windows == 0 and self.begins_equal):
             return
+        if step.num_windows and self._optimizer_is_to_step(step):
+            return
         if step.closing.compares and not torch_private.in_backward():
             self._look(step, is_before_update=False)
+
+    def _optimizer_is_to_step(self, step: SyncStep) -> bool:
+        """Whether there is an optimizer that has not stepped yet: its first step may take several windows."""
+        if not self._waits_for_optimizer or step.num_windows >= _MOST_WINDOWS_OF_A_STEP:
+            return False
+        self._waits_for_optimizer = bool(optimizers_of({id(slot.leaf) for slot in step.reducer.slots}))
+        return self._waits_for_optimizer
 
     def look_before_program(self, step: SyncStep) -> None:
         """A program of the whole step, its update included, begins."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from lockstep.ddp import DistributedDataParallel
 from lockstep.shard import ShardedModule
+from lockstep.shard.added import Added
 from lockstep.shard.mesh import whole_group
 
 
@@ -33,14 +34,16 @@ class Parallel:
     def local(self) -> Iterator[None]:
         """Add gradients up on this rank alone: every micro-step but the last."""
         with ExitStack() as stack:
-            for part in (*self.wrappers, *self.sharded, *self.foreign):
+            for part in (*self.wrappers, *self.foreign):
                 stack.enter_context(part.no_sync())
+            for module in self.sharded:
+                stack.enter_context(Added.no_sync(module))
             yield
 
     @property
     def steps(self) -> list[Any]:
         """Those that reduce gradients; of a sharded model, which makes them when it is first used, too."""
-        sharded = [step for module in self.sharded for step in module._root.steps]
+        sharded = [step for module in self.sharded for step in module._lockstep_root.steps]
         return [*(wrapper.step for wrapper in self.wrappers), *sharded]
 
     @property
@@ -51,7 +54,7 @@ class Parallel:
     @property
     def meets_in_micro_steps(self) -> bool:
         """Whether ranks exchange something in every micro-step, all of them: a sharded model gathers in each."""
-        return bool(self.sharded) and not any(module._root.attendance.is_joining for module in self.sharded)
+        return bool(self.sharded) and not any(module._lockstep_root.attendance.is_joining for module in self.sharded)
 
     @property
     def device(self) -> torch.device:
@@ -72,7 +75,7 @@ class Parallel:
     def drop_local_gradients(self) -> None:
         """Forget what sharded models have added up in whole gradients, which no shard's ``.grad`` has yet."""
         for module in self.sharded:
-            module._root.drop_local_gradients(module._units())
+            module._lockstep_root.drop_local_gradients(module._lockstep_units())
 
     def reset(self) -> None:
         """Forget a window that was under way on this rank, after an attempt that others know nothing of."""

@@ -28,7 +28,7 @@ def why_not_sharded(options: Options, parallel: Parallel) -> list[str]:
         for optimizer in options.optimizers
         if type(optimizer) not in ELEMENTWISE
     ]
-    units: list[Unit] = [unit for module in parallel.sharded for unit in module._units()]
+    units: list[Unit] = [unit for module in parallel.sharded for unit in module._lockstep_units()]
     found += _of_units(units)
     if options.accumulate > 1 and any(map(_reduces_in_another_dtype, units)):
         found.append("micro-batches add up in reduce_dtype, in memory of the loop (accumulate)")

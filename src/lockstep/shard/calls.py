@@ -16,28 +16,40 @@ from lockstep import torch_private
 
 
 class Calls:
-    """Autograd's nodes on the inputs of a unit, one for each call."""
+    """Autograd's nodes on the inputs of a unit, one for each call whose graph is still there."""
 
     def __init__(self) -> None:
         self._nodes: list[weakref.ref[Any]] = []
+        self._ended: list[weakref.ref[Any]] = []  # those that the backward which is running has come to
         self._has_unwatched = False
+        self._has_new = False  # a call since the last backward
+
+    def _begin(self) -> None:
+        """A call comes: what was known of calls before the last backward is kept for graphs that are still there."""
+        if not self._has_new:
+            self._has_new, self._has_unwatched = True, False
 
     def note(self, node: Any) -> None:
         """A call of which autograd will tell the end."""
+        self._begin()
         self._nodes = [reference for reference in self._nodes if reference() is not None]
         self._nodes.append(weakref.ref(node))
 
     def note_unwatched(self) -> None:
         """A call of which it will not, since no input needs a gradient."""
+        self._begin()
         self._has_unwatched = True
 
     def end(self, node: Any) -> bool:
         """The backward of one call is over; returns whether the one that is running comes to no other."""
-        self._nodes = [reference for reference in self._nodes if reference() not in (None, node)]
+        self._ended.append(weakref.ref(node))
         if self._has_unwatched:
             return False
-        return not any(torch_private.engine_will_run(reference()) for reference in self._nodes)
+        ended = [reference() for reference in self._ended]
+        others = [other for reference in self._nodes if (other := reference()) is not None]
+        return not any(other not in ended and torch_private.engine_will_run(other) for other in others)
 
     def forget(self) -> None:
-        """The pass is over."""
-        self._has_unwatched = False
+        """The pass is over; another one may go through the same graph again."""
+        self._ended.clear()
+        self._has_new = False

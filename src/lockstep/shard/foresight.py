@@ -6,13 +6,17 @@ each rank foresees the next one by what came before, and ranks that have done th
 rank whose next gather is the foreseen one starts it and tells nobody.  One whose gather is not foreseen (the first
 step, an evaluation that begins or ends) meets the others first.  If they have come to the same one, all go on.  If not,
 they wait in the gather that was foreseen, see that they are missed in the meeting, and all have one error.
+
+Gathers of all models on one process group are one row, since that is how they pair up: a rank that runs one model where
+another rank runs another one does what was not foreseen.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,10 +32,19 @@ _STAMP_SECONDS = 60.0
 
 
 class Foresight:
-    """Foresees gathers; a function of those that were noted, and of nothing else."""
+    """Foresees gathers on one process group; a function of those that were noted, and of nothing else."""
 
     def __init__(self) -> None:
+        self._num_models = 0
+        self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self.forget()
+
+    def enter(self, watch: Watch) -> int:
+        """A model gathers here from now on, on all ranks; returns its number among those that do."""
+        self._num_models += 1
+        self._watches.add(watch)
+        watch.companions = partial(_others, self._watches, weakref.ref(watch))
+        return self._num_models - 1
 
     def forget(self) -> None:
         """Ranks begin anew."""
@@ -63,6 +76,21 @@ class Foresight:
             self._known[context] = gather
         self._last.append(gather)
         self._window = hash((self._window, gather))
+
+
+def _others(watches: Iterable[Watch], mine: weakref.ref[Watch]) -> list[Watch]:
+    return [watch for watch in watches if watch is not mine()]
+
+
+_by_group: weakref.WeakKeyDictionary[Any, Foresight] = weakref.WeakKeyDictionary()
+
+
+def foresight_on(process_group: Any) -> Foresight:
+    """The one of a process group."""
+    found = _by_group.get(process_group)
+    if found is None:
+        found = _by_group[process_group] = Foresight()
+    return found
 
 
 class Meeting:
@@ -99,7 +127,7 @@ class Meeting:
             resets=step.num_resets,
             gathers=about,
         )
-        key = f"{GATHER} in {self._place}, {number}, reset {step.num_resets}"
+        key = f"{GATHER} in {self._place}, {number} of {mine.wrapper}, reset {step.num_resets}"
         subject = f"is about to gather {name}, which the others are not; gathers of sharded units so far: {said}"
         digest = mine.digest()
         with torch.inference_mode(False):  # its memory outlives an evaluation

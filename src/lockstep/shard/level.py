@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.agree.watch import Watch
 from lockstep.engine.casts import MEETING_SECONDS
 from lockstep.errors import Disagreement, rank_table
-from lockstep.shard.foresight import Foresight, Meeting
+from lockstep.shard.foresight import Foresight, Meeting, foresight_on
 
 if TYPE_CHECKING:
     from lockstep.shard.unit import Unit
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # More than two ranks can be apart, which wait for each other at the end of every step: every unit twice, and some.
 _SPARE = 64
 _ALL_STORES = 64  # more than a unit has, each gathered in two ways
+_ALL_GATHERS = 1 << 32  # more than a model has
 
 Entry = tuple[int, int, bool]  # number of the unit, of its store, and whether it is gathered from those who kept a part
 
@@ -38,8 +39,13 @@ class GatherLog:
         self._num_started = self._num_level = 0
         self._digest = 0
         self._last: deque[Entry] = deque(maxlen=4 * sum(len(unit.stores) for unit in units) + _SPARE)
-        self._foresight = Foresight()
+        self._foresight, self._model = Foresight(), 0
         self.meeting: Meeting | None = None  # None where nobody gathers with this rank
+
+    def gather_on(self, process_group: Any, watch: Watch) -> None:
+        """Foresee gathers as part of all that there are on a process group; on all ranks at the same place."""
+        self._foresight = foresight_on(process_group)
+        self._model = self._foresight.enter(watch)
 
     def compare(self, unit: Unit, store: int, *, among_keepers: bool = False) -> None:
         """A gather of one of a unit's stores is about to start; raise on all ranks if theirs is another one."""
@@ -47,7 +53,8 @@ class GatherLog:
             self.meeting.compare(self._num_started, unit.name, self.said() or "none", unit.moment)
 
     def _gather(self, unit: Unit, store: int, among_keepers: bool) -> int:
-        return _ALL_STORES * self._numbers[unit] + 2 * store + among_keepers + 1
+        gather = _ALL_STORES * self._numbers[unit] + 2 * store + among_keepers + 1
+        return _ALL_GATHERS * self._model + gather
 
     def note(self, unit: Unit, store: int, *, among_keepers: bool = False) -> None:
         """It has started."""

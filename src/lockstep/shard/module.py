@@ -6,9 +6,9 @@ and frees; where a compiler traces the call, the same is put into its graph (``t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -16,19 +16,12 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from lockstep import torch_private
 from lockstep.agree.last_words import notice
-from lockstep.engine.nonfinite import Policy
-from lockstep.engine.recovery import MADE_EQUAL
-from lockstep.errors import LockstepError
-from lockstep.observe.metrics import metrics_of
-from lockstep.observe.timeline import Timeline
-from lockstep.shard.explain import ShardExplanation, explain_root
+from lockstep.shard.added import Added, names_for
 from lockstep.shard.graph_ops import make_known
-from lockstep.shard.layout import ShardPlan
 from lockstep.shard.moments import after_forward, before_forward
 from lockstep.shard.reads import note_read
-from lockstep.shard.root import Root, plan_of, root_of, units_in
+from lockstep.shard.root import Root, root_of, units_in
 from lockstep.shard.traced import Paths, traced_call
-from lockstep.shard.uneven import Batch, join
 from lockstep.shard.unit import Unit
 
 
@@ -49,14 +42,19 @@ class ShardedModule(FSDPModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit = self._lockstep_unit
+        call = self._lockstep_own_call
         if torch.compiler.is_compiling() and not unit.has_own_gathers:
-            return traced_call(self, super().__call__, args, kwargs)  # type: ignore[misc]
+            return traced_call(self, call, args, kwargs)
         if unit.traced_by is not None:
-            return unit.traced_by(unit, super().__call__, args, kwargs)  # type: ignore[misc]
+            return unit.traced_by(unit, call, args, kwargs)
         with _failure_noted(unit):
             args, kwargs = before_forward(unit, self, args, kwargs)  # type: ignore[arg-type]
-            output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+            output = call(*args, **kwargs)
             return after_forward(unit, self, output)  # type: ignore[arg-type]
+
+    def _lockstep_own_call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it as its own class does."""
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
@@ -90,39 +88,17 @@ class ShardedModule(FSDPModule):
         if units and units[0].root is not None:
             units[0].root.drop_local_gradients(units)
 
-    # ---------------------------------------------------------------- what there is to see
+    # ---------------------------------------------------------------- what it is
 
     @property
-    def plan(self) -> ShardPlan:
-        """How the model is cut: print it."""
-        units = [unit for _, unit in units_in(self)]  # type: ignore[arg-type]
-        return plan_of(units)
-
-    @property
-    def timeline(self) -> Timeline:
-        """What happened in the last steps: forwards, gathers, scatters and the waits for them."""
-        return self._root.timeline
-
-    def metrics(self) -> dict[str, float]:
-        """Return the last step that synchronised as a flat dict of numbers, for any logger; see docs/observing.md."""
-        steps = self._root.timeline.steps
-        buckets = [bucket for step in self._root.steps for bucket in step.reducer.buckets]
-        in_graph = sum(step.num_left_in_graph for step in self._root.steps)
-        return metrics_of(steps[-1] if steps else None, [bucket.spec for bucket in buckets], in_graph)
-
-    def explain_compilation(self) -> ShardExplanation:
-        """What became of each unit in the last step; see :func:`lockstep.explain`."""
-        return explain_root(self._root)
-
-    @property
-    def _root(self) -> Root:
+    def _lockstep_root(self) -> Root:
         return root_of(self._lockstep_unit)
 
     def _get_fsdp_state(self) -> Any:
         """What torch's own code asks a sharded module for."""
         return self._lockstep_unit
 
-    def _units(self, recurse: bool = True) -> list[Unit]:
+    def _lockstep_units(self, recurse: bool = True) -> list[Unit]:
         return [unit for _, unit in units_in(self)] if recurse else [self._lockstep_unit]  # type: ignore[arg-type]
 
     # ---------------------------------------------------------------- gather and free
@@ -145,16 +121,16 @@ class ShardedModule(FSDPModule):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
-        for unit in self._units(recurse):
+        for unit in self._lockstep_units(recurse):
             unit.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        for unit in self._units(recurse):
+        for unit in self._lockstep_units(recurse):
             unit.reshard_after_backward = reshard_after_backward
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Keep the memory of whole parameters while they are sharded, so that their addresses do not change."""
-        for unit in self._units(recurse):
+        for unit in self._lockstep_units(recurse):
             unit.keeps_storage = keep
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -169,62 +145,24 @@ class ShardedModule(FSDPModule):
     # ---------------------------------------------------------------- when gradients are synchronised
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        for unit in self._units(recurse):
+        for unit in self._lockstep_units(recurse):
             unit.syncs = unit.all_reduces = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        for unit in self._units(recurse):
+        for unit in self._lockstep_units(recurse):
             unit.all_reduces = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted; every backward that synchronises ends with its gradients reduced: nothing is left to wait for."""
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Within this context, gradients add up locally; the first backward outside reduces all of them."""
-        units = self._units()
-        before = [(unit.syncs, unit.all_reduces) for unit in units]
-        for unit in units:
-            unit.syncs = False
-        try:
-            yield
-        finally:
-            for unit, (syncs, all_reduces) in zip(units, before, strict=True):
-                unit.syncs, unit.all_reduces = syncs, all_reduces
-
-    def join(self, batches: Iterable[Batch], *, divide_by_initial_world_size: bool = True) -> Iterator[Batch]:
-        """Iterate over this rank's batches for as long as any rank has more; see docs/sharding.md.
-
-        A rank that has run out gets its last batch again, and what its backward brings counts as zero.  The mean is
-        over all ranks, or over those that have data.
-        """
-        return join(self._root, batches, divide_by_initial_world_size=divide_by_initial_world_size)
-
-    def join_hook(self, **kwargs: Any) -> NoReturn:
-        """Refuse ``torch.distributed.algorithms.join.Join``, on all ranks alike, with a reason."""
-        raise LockstepError(
-            "torch's Join context cannot run a sharded model: within it a rank that has run out of data has left its "
-            "loop, and others still need its shards, and its optimizer steps on them. Fix: iterate with "
-            "`for batch in model.join(loader):` on every rank instead; see docs/sharding.md, Uneven inputs."
-        )
-
-    @property
-    def has_data(self) -> bool:
-        """Whether this iteration of :meth:`join` counts on this rank; true outside of it."""
-        return not self._root.attendance.is_idle
-
-    def set_sync_buffers(self, enable: bool = True) -> None:
-        """Let all ranks have the first rank's buffers after every backward that synchronises."""
-        self._root.syncs_buffers = enable
-
     def set_manual_backward_finalization(self, enable: bool) -> None:
         """Let a backward that synchronises end with a call of :meth:`finalize_backward`, instead of by itself."""
-        for step in self._root.steps:
+        for step in self._lockstep_root.steps:
             step.ends_by_hand = enable
 
     def finalize_backward(self, async_op: bool = False) -> UnshardHandle | None:
         """Wait for the reductions under way and write the gradients of the shards."""
-        handle = _Finalization(self._root)
+        handle = _Finalization(self._lockstep_root)
         if async_op:
             return handle
         handle.wait()
@@ -232,37 +170,9 @@ class ShardedModule(FSDPModule):
 
     def reset_iter_state(self) -> None:
         """Forget a step that raised, on all ranks; its gradients are lost."""
-        self.reset_sync_window()
-
-    def reset_sync_window(self, *, weights_are_equal: bool = False) -> None:
-        """As above; where ranks have updated their shards in different steps, only once they were made equal."""
-        unit = self._lockstep_unit
-        if unit.parent is not None:
-            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
-        if unit.root is not None:
-            unit.root.reset(MADE_EQUAL if weights_are_equal else "")
+        Added.reset_sync_window(self)
 
     # ---------------------------------------------------------------- how gradients travel
-
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let ``hook(state, bucket)`` reduce the whole gradients of each unit; this rank takes its shard of the result.
-
-        The hook is one for a replicated model: it returns a future of the reduced buffer, and divides itself.  Where
-        shards have replicas (a 2D mesh) it reduces over all of them, and nothing else is exchanged.
-        """
-        name = getattr(hook, "__qualname__", type(hook).__qualname__)
-        for team in self._root.teams:
-            team.set_comm_hook(state, hook, name)
-
-    def set_nonfinite(self, policy: Policy) -> None:
-        """Say what to do about gradients that are NaN or Inf, as ``nonfinite=`` of the replicated wrapper does.
-
-        On all ranks, on the outermost module, before the first backward.
-        """
-        if policy not in get_args(Policy):
-            raise ValueError(f'nonfinite must be "warn", "raise", "skip" or "ignore", got {policy!r}.')
-        for team in self._root.teams:
-            team.step.reducer.finiteness.policy = policy
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         unit = self._lockstep_unit
@@ -293,12 +203,12 @@ class ShardedModule(FSDPModule):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
-        for unit in self._units(recurse):
+        for unit in self._lockstep_units(recurse):
             unit.max_scatter_inputs = max_input_buffers
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Scatter on a group of its own, which is the default here, or on the one that gathers."""
-        for unit in self._units(recurse):
+        for unit in self._lockstep_units(recurse):
             root_of(unit)
             unit.links.use_own_scatter_group(enable)
 
@@ -331,7 +241,10 @@ def _failure_noted(unit: Unit) -> Iterator[None]:
             note_read(error, [] if unit.root is None else unit.root.units)
             notice(error)
         if unit.root is not None and unit.root.running is not None and not torch_private.in_backward():
-            unit.root.fail_forward()
+            if unit is unit.root.running:
+                unit.root.fail_forward()
+            else:
+                unit.fail_forward()  # the module around it may go on without it
         raise
 
 
@@ -355,8 +268,8 @@ class _Finalization(UnshardHandle):
 
     def wait(self) -> None:
         if self._root is not None:
-            for step in self._root.steps:
-                step.finalize()
+            for team in self._root.teams:
+                team.finalize()
             self._root = None
 
 
@@ -389,21 +302,46 @@ def _after_load(module: Any, _: Any) -> None:
     _follow([module._lockstep_unit])
 
 
-_classes: dict[type, type] = {}
+class _CalledAsAnyModule(ShardedModule):
+    """One whose own class is called as any module is.
+
+    Whoever has kept that call from before it was sharded (``torch.compile(module)`` does) comes to ``_call_impl``.
+    """
+
+    _orig_cls_mro_index = 4
+
+    def _lockstep_own_call(self, *args: Any, **kwargs: Any) -> Any:
+        compiled = self._compiled_call_impl  # type: ignore[attr-defined]
+        if compiled is not None:
+            return compiled(*args, **kwargs)
+        return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        return self(*args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile its own call, which is given whole parameters."""
+        self._compiled_call_impl = torch.compile(super()._call_impl, *args, **kwargs)  # type: ignore[misc]
+
+
+_classes: dict[tuple[type, frozenset[str]], type] = {}
 
 
 def give_face(module: nn.Module, unit: Unit) -> None:
     """Make ``module`` a sharded one, in place."""
     own = type(module)
-    if own not in _classes:
-        _classes[own] = type(f"FSDP{own.__name__}", (ShardedModule, own), {})
+    added = names_for(module)
+    kind = (own, frozenset(added))
+    if kind not in _classes:
+        face = _CalledAsAnyModule if own.__call__ is nn.Module.__call__ else ShardedModule
+        _classes[kind] = type(f"FSDP{own.__name__}", (face, own), added)
     object.__setattr__(module, "_lockstep_unit", unit)
     unit.on_layout = _show_layout
     _show_layout(unit)
     torch_private.mark_as_sharded(module)
     module.register_load_state_dict_pre_hook(_before_load)
     module.register_load_state_dict_post_hook(_after_load)
-    module.__class__ = _classes[own]
+    module.__class__ = _classes[kind]
 
 
 def _show_layout(unit: Unit) -> None:

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 )
 
 from lockstep.shard import older_optim, older_state
+from lockstep.shard.added import Added
 from lockstep.shard.api import shard_modules
 from lockstep.shard.clip import clip_together
 from lockstep.shard.mesh import ShardMesh, take_mesh
@@ -133,7 +134,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within this context, gradients add up locally; the first backward outside reduces all of them."""
-        return self._inner.no_sync()
+        return Added.no_sync(self._inner)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the norm of all gradients together; the norm is the whole model's, on every rank."""
@@ -144,7 +145,7 @@ class FullyShardedDataParallel(nn.Module):
         self._inner.zero_grad(set_to_none)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        self._inner.register_comm_hook(state, hook)
+        Added.register_comm_hook(self._inner, state, hook)
 
     @property
     def _inner(self) -> ShardedModule:

@@ -130,6 +130,9 @@ class OwnStore:
     def settle(self) -> None:
         """Nothing: shards stay where they are."""
 
+    def follow(self) -> None:
+        """Nothing, as above."""
+
     @property
     def versions(self) -> list[int]:
         """Changes whenever a shard is written to."""

@@ -209,7 +209,8 @@ class ShardedParameter:
 
     def take_full(self, whole: Tensor) -> None:
         """Let this be the whole parameter."""
-        self.full = nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
+        self._trains = self.sharded.requires_grad  # as the whole one was told
+        self.full = nn.Parameter(whole, requires_grad=self._trains)
         _origins[self.full] = (self.origin, self.name)
 
     def _spec_in(self, dtype: torch.dtype) -> Any:
@@ -232,6 +233,14 @@ class ShardedParameter:
         return torch_private.local_of(gradient)
 
     def follow_requires_grad(self) -> None:
+        """Let the whole one train if the shard does."""
         assert self.full is not None
-        if self.full.requires_grad != self.sharded.requires_grad:
-            self.full.requires_grad_(self.sharded.requires_grad)
+        self._trains = self.sharded.requires_grad
+        if self.full.requires_grad != self._trains:
+            self.full.requires_grad_(self._trains)
+
+    def take_requires_grad(self) -> None:
+        """Freeze or unfreeze the shard, if the program has done so to the whole one, which the module had."""
+        if self.full is not None and self.full.requires_grad != self._trains:
+            self._trains = self.full.requires_grad
+            self.sharded.requires_grad_(self._trains)

@@ -118,6 +118,8 @@ class Root:
 
     def note_forward(self) -> None:
         """A forward with gradients is about to run, in whatever way."""
+        for unit in self.units:
+            unit.take_requires_grad()
         flags = self._flags()
         if flags != self._requires_grad and not any(step.is_in_pass for step in self.steps):
             self._requires_grad = flags
@@ -159,9 +161,8 @@ class Root:
         self.running = None
         self.order.clear()
         for unit in self.units:
-            unit.phase = Phase.IDLE
-            unit.modules_to_run.clear()
             unit.order_positions.clear()
+            unit.fail_forward()
 
     # ---------------------------------------------------------------- buffers
 

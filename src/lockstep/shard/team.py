@@ -94,6 +94,7 @@ class Team:
         if mesh.world > 1 and plane is not None:
             self.gather_log.meeting = Meeting(self.step, plane, self.watch, mesh.shard_ranks, is_own=is_own)
             self.watch.is_foreign = self.gather_log.meeting.is_foreign
+            self.gather_log.gather_on(mesh.shard_group, self.watch)
 
     @staticmethod
     def _after_pass_of(me: weakref.ref[Team]) -> Any:
@@ -103,18 +104,30 @@ class Team:
             if root is not None and root.is_recorded:
                 root.free_after_backward()
             if team is not None and team.step.syncs:
-                team.gather_log.end_window()
-                for unit in team.units:
-                    unit.end_step()
-                if root is not None and team._lingering:
-                    root.plan_anew_in_next_forward()
-                if root is not None and root.syncs_buffers and team is root.teams[0]:
-                    root.sync_buffers()
+                team._end_window()
             elif team is not None:
                 for bucket in team.step.reducer.buckets:
                     team.memory.keep(bucket)
 
         return after_pass
+
+    def _end_window(self) -> None:
+        """Gradients were reduced."""
+        self.gather_log.end_window()
+        root = self.units[0].root
+        for unit in self.units:
+            unit.end_step()
+        if root is not None and self._lingering:
+            root.plan_anew_in_next_forward()
+        if root is not None and root.syncs_buffers and self is root.teams[0]:
+            root.sync_buffers()
+
+    def finalize(self) -> None:
+        """Close a window that the program closes by hand."""
+        was_open = self.step.state is not State.IDLE
+        self.step.finalize()
+        if was_open and self.step.state is State.IDLE:
+            self._end_window()
 
     def _plan(self) -> tuple[Plan, list[Slot], list[Load]]:
         slots: list[Slot] = []
@@ -265,6 +278,8 @@ class Team:
         for unit in self.units:
             unit.reshard()  # what is under way comes in by the way it went
             unit.links.gather_apart()
+        if self.gather_log.meeting is not None:
+            self.gather_log.gather_on(self.units[0].links.gather.process_group, self.watch)
         self.memory.divides = False
         self.exchange = reducer.exchange = HookExchange(reducer.transport, self.memory.loads, state, hook, name)
         reducer.transport.keep_order_of(reducer)

@@ -244,6 +244,8 @@ class Unit:
             return
         start = now()
         self.gathers.total += 1
+        for store in self.stores:
+            store.follow()  # which gives shards other memory, and that is no change of theirs
         self._versions = [self.versions_of(store) for store in self.stores]
         with torch_private.RecordFunction(f"lockstep::gather {self.name}"):
             for number, store in enumerate(self.stores):
@@ -280,6 +282,13 @@ class Unit:
                 store.keep_part(number)
         self.reshard()
 
+    def fail_forward(self) -> None:
+        """Its forward has raised, or one around it: whoever goes on finds the shards."""
+        self.phase = Phase.IDLE
+        self.modules_to_run.clear()
+        if self.is_full and self.gathers_in_backward:
+            self.reshard()
+
     def wait(self) -> None:
         """Let the modules have the whole parameters."""
         self.start_gather()
@@ -305,11 +314,18 @@ class Unit:
                 store.finish(self.links.gather, self.moment)
         if self.residence is Residence.SHARDED:
             return
+        self.take_requires_grad()
         for parameter in self.parameters:
             parameter.register(parameter.sharded)
         for store in self.stores if not self.keeps_storage else ():
             store.free()
         self.residence = Residence.SHARDED
+
+    def take_requires_grad(self) -> None:
+        """Take up what the program has frozen or unfrozen of whole parameters."""
+        if self.residence is Residence.FULL:
+            for parameter in self.parameters:
+                parameter.take_requires_grad()
 
     def refresh(self) -> None:
         """Before it is used while it is there, or on its way: the shards may have been updated since."""
