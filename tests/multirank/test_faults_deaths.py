@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from launching import Launch, write_script
+from launching import Launch, free_port, write_script
 from multirank.harness import lockstep_only, run_outcomes, run_ranks
-from multirank.test_faults_hangs import shared_pids, step, warm_up
+from multirank.test_faults_hangs import read_signs_of_life, shared_pids, step, warm_up
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
 
@@ -47,7 +47,7 @@ def lose_rank_one(how: str) -> dict[str, Any]:
     if how == "hook":
         ddp.register_comm_hook(None, slow_hook)
     warm_up(ddp)
-    sleep(2.5)  # signs of life have been read
+    read_signs_of_life()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     model[0].weight.requires_grad_(True)
@@ -81,7 +81,7 @@ def lose_rank_one_in_join(divides: bool) -> dict[str, Any]:
     rank, pids = dist.get_rank(), shared_pids()
     ddp = lockstep.DDP(nn.Linear(4, 2))
     warm_up(ddp)
-    sleep(2.5)  # signs of life have been read
+    read_signs_of_life()
 
     def train() -> None:
         with ddp.join(divide_by_initial_world_size=divides):
@@ -231,12 +231,7 @@ except Exception as error:
 
 
 def start_ranks(world: int, script: Path, *words: str) -> list[Launch]:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
     common["GLOO_SOCKET_IFNAME"] = "lo"
     return [
         Launch([sys.executable, script, *words], env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})

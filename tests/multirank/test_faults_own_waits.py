@@ -22,6 +22,7 @@ import ctypes, logging, os, signal, sys, time
 import torch, torch.distributed as dist
 from torch import nn
 import lockstep
+from lockstep.agree.pulse import pulse_of_this_process
 
 logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
 who, how = int(sys.argv[1]), sys.argv[2]
@@ -30,7 +31,10 @@ rank = dist.get_rank()
 ddp = lockstep.DDP(nn.Linear(4, 2))
 for _ in range(3):
     ddp(torch.ones(1, 4)).sum().backward()
-time.sleep(2.5)  # signs of life have been read
+pulse = pulse_of_this_process()
+while any(pulse.last_seen(r) is None for r in range(pulse.world) if r != rank):
+    time.sleep(0.05)  # until signs of life have been read
+dist.barrier()
 
 def stand_there():
     if how == "barrier":
