@@ -15,9 +15,9 @@ help: ## list the targets
 demo: $(STAMP) ## train a small GPT on two CPU ranks and write a report (about a minute)
 	$(BIN)/lockstep run --nproc 2 examples/train_gpt.py
 
-# Three files at a time: most tests are ranks that wait for each other. A file stays together, for its fixtures.
+# Four files at a time: most tests are ranks that wait for each other. A file stays together, for its fixtures.
 test: $(STAMP) ## run the whole test suite
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 4 --dist loadfile
 
 faults: $(STAMP) ## run the soaks: faults at many more moments than make test tries (minutes)
 	$(BIN)/python -m pytest -m soak

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
@@ -77,11 +79,28 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # pytest-xdist would begin with the files of the most tests
     if not hasattr(config, "workerinput"):
         os.environ["LOCKSTEP_TEST_INDUCTOR_CACHE"] = tempfile.mkdtemp(prefix="lockstep-inductor-")
+        keep_what_is_compiled(Path(tempfile.mkdtemp(prefix="lockstep-compiler-")))
+
+
+def keep_what_is_compiled(folder: Path) -> None:
+    """Put a compiler into the path that compiles the same source once in this run (see compiler_cache.py)."""
+    os.environ["LOCKSTEP_TEST_COMPILER"] = str(folder)
+    compiler = shutil.which("g++")
+    if compiler is None or "CXX" in os.environ:
+        return
+    (folder / "kept").mkdir()
+    words = [sys.executable, "-I", "-S", str(TESTS / "compiler_cache.py"), compiler, str(folder / "kept")]
+    place = folder / "bin" / "g++"
+    place.parent.mkdir()
+    place.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    place.chmod(0o755)
+    os.environ["PATH"] = os.pathsep.join([str(place.parent), os.environ.get("PATH", os.defpath)])
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
-        shutil.rmtree(os.environ["LOCKSTEP_TEST_INDUCTOR_CACHE"], ignore_errors=True)
+        for name in ("LOCKSTEP_TEST_INDUCTOR_CACHE", "LOCKSTEP_TEST_COMPILER"):
+            shutil.rmtree(os.environ[name], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

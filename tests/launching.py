@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -91,7 +93,7 @@ class Launch:
                 f"{' '.join(self.command)} ran longer than {limit_s:g} s\n"
                 f"{Finished(self.process.returncode, output, errors)}"
             ) from None
-        left = self._running(patience_s=30)
+        left = self._running(patience_s=120)
         self.kill()
         assert not left, f"{' '.join(self.command)} ended but left processes {left} running\n{output}\n{errors}"
         return Finished(self.process.returncode, output, errors)
@@ -118,6 +120,19 @@ class Launch:
                 except OSError:
                     continue  # it has ended, or belongs to someone else
         return found
+
+
+def free_port() -> int:
+    """A port to bind later: not one of those that the kernel hands out meanwhile, to any socket of any process."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.SystemRandom().sample(range(max(1024, lowest - 12_000), lowest), 200):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("no port is free")
 
 
 def run_command(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -148,7 +149,7 @@ def test_ranks_that_do_not_take_part_are_named_in_the_log(
 
 
 def test_work_that_goes_on_is_waited_for() -> None:
-    signs = iter(range(1000))
+    signs = itertools.count()
     ranks = ranks_on(LocalStore(), 0, world=3, patience=1.5)
     stop = threading.Timer(3.5, lambda: ranks.tell("word/1", "here"))
     stop.start()

@@ -39,7 +39,7 @@ def watchdog(monkeypatch: pytest.MonkeyPatch) -> Iterator[module._Watchdog]:
     fresh._all.clear()
 
 
-def until(condition: object, seconds: float = 60.0) -> None:
+def until(condition: object, seconds: float = 240.0) -> None:
     deadline = monotonic() + seconds
     while not condition() and monotonic() < deadline:  # type: ignore[operator]
         sleep(0.02)

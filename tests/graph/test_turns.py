@@ -140,7 +140,7 @@ def test_a_holder_that_is_stopped_holds_nobody_up(hold: Hold, wait: Wait) -> Non
     holder = hold()
     began = wait()
     os.kill(holder.pid, signal.SIGSTOP)
-    assert began.wait(60)
+    assert began.wait(240)
 
 
 @pytest.mark.usefixtures("never")
@@ -179,7 +179,7 @@ def test_who_has_a_turn_does_not_wait_for_another(tmp_path: Path, hold: Hold) ->
             target=lambda: results.append(in_turn(str(tmp_path), "graph", lambda: "beside")), daemon=True
         )
         thread.start()
-        thread.join(30)
+        thread.join(240)
         return "compiled"
 
     assert in_turn(str(tmp_path), "outer graph", compile) == "compiled"

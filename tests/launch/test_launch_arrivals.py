@@ -18,19 +18,22 @@ def test_a_rank_that_never_comes_is_named_with_its_stack(tmp_path: Path) -> None
     script = write_script(
         tmp_path / "train.py",
         """
-        import os, time
+        import os, sys, time
         import torch.distributed as dist
 
         def read_a_very_large_file():
+            open(f"{sys.argv[1]}/reading", "w").close()
             time.sleep(600)
 
         if os.environ["RANK"] == "1":
             read_a_very_large_file()
+        while not os.path.exists(f"{sys.argv[1]}/reading"):
+            time.sleep(0.05)  # or a slow start of the other would be what is waited for
         dist.init_process_group()
         """,
     )
     words = [*RUN, "--nproc", "2", "--start-timeout", "2", "--report-dir", tmp_path / "reports"]
-    done = run_command([*words, script])
+    done = run_command([*words, script, tmp_path])
     assert done.exit_code == 1, done
     assert re.search(
         r"FAILED: rank\(s\) 0 waited 2 s in init_process_group for rank 1 \(pid \d+\), which is before joining",

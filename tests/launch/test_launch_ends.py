@@ -54,7 +54,7 @@ def test_ranks_end_when_the_launcher_is_killed(tmp_path: Path) -> None:
     wait_for_first_step(tmp_path, launch)
     ranks = [process_of_rank(launch, rank) for rank in (0, 1)]
     launch.process.kill()
-    wait_until(lambda: not any(map(is_there, ranks)), limit_s=60)
+    wait_until(lambda: not any(map(is_there, ranks)))
     assert launch.finish().exit_code == -signal.SIGKILL  # and finish asserts that nothing is left
 
 
@@ -68,10 +68,10 @@ def test_ranks_end_without_the_reaper_too(tmp_path: Path) -> None:
     launch = train(tmp_path)
     wait_for_first_step(tmp_path, launch)
     ranks = [process_of_rank(launch, rank) for rank in (0, 1)]
-    (reaper,) = [pid for pid in launch._marked() if b"reaper.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    (reaper,) = [pid for pid in launch._marked() if b"reaper.py" in _cmdline(pid)]
     os.kill(reaper, signal.SIGKILL)
     launch.process.kill()
-    wait_until(lambda: not any(map(is_there, ranks)), limit_s=60)
+    wait_until(lambda: not any(map(is_there, ranks)))
     launch.finish()
 
 

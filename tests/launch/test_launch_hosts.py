@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import signal
-import socket
 from pathlib import Path
 
 import pytest
 
 from launch.jobs import RUN, is_there, process_of_rank, report, train_script, wait_for_first_step, wait_until
-from launching import Launch, run_command, write_script
+from launching import Launch, free_port, run_command, write_script
 
 pytestmark = [pytest.mark.multirank, pytest.mark.slow]
 
 
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
-def words(folder: Path, host: int, port: str, *options: str) -> list[str | Path]:
-    address = ["--master-addr", "127.0.0.1", "--master-port", port]
+def words(folder: Path, host: int, port: int, *options: str) -> list[str | Path]:
+    address = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
     return [
         *RUN,
         "--nnodes",
@@ -53,7 +46,7 @@ def test_a_first_host_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_two_hosts_with_the_same_number_are_named(tmp_path: Path) -> None:
     script = write_script(tmp_path / "train.py", "print('never')\n")
     port = free_port()
-    options = ["--rdzv-conf", "timeout=20"]
+    options = ["--rdzv-conf", "timeout=200"]
     first = Launch([*words(tmp_path, 0, port, *options), script])
     twins = [Launch([*words(tmp_path, 1, port, "--nproc", str(1 + n), *options), script]) for n in range(2)]
     done = [launch.finish() for launch in (first, *twins)]
@@ -81,6 +74,6 @@ def test_ranks_of_a_host_end_with_its_launcher(tmp_path: Path) -> None:
     wait_for_first_step(tmp_path, launches[0])
     rank = process_of_rank(launches[1], 1)
     launches[1].process.send_signal(signal.SIGKILL)
-    wait_until(lambda: not is_there(rank), limit_s=60)
+    wait_until(lambda: not is_there(rank))
     assert launches[1].finish().exit_code == -signal.SIGKILL
     assert launches[0].finish().exit_code != 0

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from launch.jobs import RUN, train, wait_for_first_step
-from launching import run_command, write_script
+from launching import free_port, run_command, write_script
 from lockstep.launch.store import HostedStore, PortTaken
 
 LISTEN = "0A"
@@ -20,7 +20,11 @@ def listening(pids: set[int]) -> set[tuple[int, str, int]]:
     """(process, address, port) of every socket on which one of these processes accepts connections."""
     owners = {}
     for pid in pids:
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            entries = list(Path(f"/proc/{pid}/fd").iterdir())
+        except OSError:
+            continue  # it has ended
+        for entry in entries:
             try:
                 target = str(entry.readlink())
             except OSError:
@@ -87,9 +91,7 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
 @pytest.mark.multirank
 @pytest.mark.parametrize("option", [[], ["--no-install"]])
 def test_ranks_use_the_port_that_was_asked_for(tmp_path: Path, option: list[str]) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     script = write_script(
         tmp_path / "train.py",
         """

@@ -33,7 +33,7 @@ EAGER, WRAP_THEN_COMPILE, COMPILE_THEN_WRAP, BLOCKS = MODES = (
     "blocks",  # wrapped, and the modules in .blocks are compiled one by one
 )
 WHOLE = MODES[:3]
-TWO_AND_THREE = (2, 3)  # ranks
+TWO_AND_THREE = (2, 3)  # ranks; what three do holds what two do, so one mix of a kind runs on both
 BUCKET_CAP_MB = 0.001
 DTYPE = torch.float64
 ROWS = 4
@@ -220,7 +220,7 @@ def params_of(mixes: Mapping[str, Mix]) -> list[Any]:
         if mix.by_inductor:
             mode = next(mode for mode in mix.modes if mode != EAGER)
             how = {"id": f"{name}-{mode}-inductor", "marks": pytest.mark.slow}
-            params.append(pytest.param(name, mode, "inductor", mix.worlds[0], **how))
+            params.append(pytest.param(name, mode, "inductor", 2, **how))
     return params
 
 

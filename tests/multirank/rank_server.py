@@ -38,8 +38,8 @@ from typing import Any
 POLL_S = 0.004
 # A rank that lost a peer is told so by gloo at once; a rank still alive this long after another one failed
 # is waiting for something that will never come.
-GRACE_AFTER_FAILURE_S = 90.0
-LEFTOVER_GRACE_S = 10.0
+GRACE_AFTER_FAILURE_S = 180.0
+LEFTOVER_GRACE_S = 20.0
 FOR_THE_FIRST_COMPILATION = [
     "lockstep.torch_private.autograd",
     "lockstep.torch_private.backends",
@@ -157,7 +157,7 @@ def connect_store(run: Run) -> Any:
     import torch.distributed as dist
 
     port_file = run.directory / "store_port"
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + run.limit_s
     while not port_file.exists():
         if time.monotonic() > deadline:
             raise TimeoutError("the run's store did not start")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from launch.jobs import signal_rank
 from launching import EXAMPLES, LOCKSTEP, Launch
 from lockstep.checkpoint import latest
 from lockstep.checkpoint.reading import Reader
@@ -25,14 +25,6 @@ SMALL = ["--steps", "60", "--batch", "4", "--context", "32", "--width", "32", "-
 def command(folder: Path) -> list[str | Path]:
     launcher = [*LOCKSTEP, "run", "--nproc", "3", "--max-restarts", "3"]
     return [*launcher, EXAMPLES / "train_gpt.py", *SMALL, "--checkpoint", folder, "--out", folder.with_name("report")]
-
-
-def process_of_rank(launch: Launch, rank: int) -> int:
-    for pid in launch._marked():
-        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        if f"RANK={rank}".encode() in environment:
-            return pid
-    raise AssertionError(f"rank {rank} is not there")
 
 
 def wait_for_step(folder: Path, step: int, launch: Launch) -> None:
@@ -59,7 +51,7 @@ def test_the_demo_survives_kills(tmp_path: Path) -> None:
     launch = Launch(command(folder))
     for rank, step in ((1, 5), (0, 25)):
         wait_for_step(folder, step, launch)
-        os.kill(process_of_rank(launch, rank), signal.SIGKILL)
+        signal_rank(launch, rank, signal.SIGKILL)
     done = launch.finish(400)
     assert done.exit_code == 0, done
     assert done.output.count("resumed from") == 2

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 
-from launching import Launch, write_script
+from launching import Launch, free_port, write_script
 from lockstep.checkpoint import latest, verify
 from multirank.harness import lockstep_only
 from multirank.test_faults_deaths import start_ranks
@@ -51,10 +50,8 @@ if __name__ == "__main__":
 def test_the_last_checkpoint_of_a_program_is_written(how: str, tmp_path: Path) -> None:
     script, folder = write_script(tmp_path / "train.py", PROGRAM), tmp_path / "checkpoints"
     if how == "fork":
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+        env["GLOO_SOCKET_IFNAME"] = "lo"
         launches = [Launch([sys.executable, script, how, folder], env=env)]
     else:
         launches = start_ranks(2, script, how, str(folder))

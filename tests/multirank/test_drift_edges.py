@@ -147,7 +147,7 @@ def differ_while_one_has_joined(name: str) -> str:
 
 @pytest.mark.parametrize("name", UNEVEN)
 def test_a_rank_without_data_is_told_too(name: str) -> None:
-    told = run_ranks(3, differ_while_one_has_joined, name, limit_s=120)
+    told = run_ranks(3, differ_while_one_has_joined, name, limit_s=300)
     assert len(set(told)) == 1, told
     assert UNEVEN[name][1] in told[0], told
     assert "rank 2" in told[0]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from launching import Launch, write_script
+from launching import Launch, free_port, write_script
 from multirank.harness import lockstep_only, run_outcomes, run_ranks
 from multirank.signs import know_the_others
 from multirank.test_faults_hangs import shared_pids, step, warm_up
@@ -232,12 +232,7 @@ except Exception as error:
 
 
 def start_ranks(world: int, script: Path, *words: str) -> list[Launch]:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
     common["GLOO_SOCKET_IFNAME"] = "lo"
     return [
         Launch([sys.executable, script, *words], env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})

@@ -10,6 +10,7 @@ import subprocess
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from time import sleep
 from typing import Any
 
@@ -61,10 +62,15 @@ def shared_pids() -> list[int]:
     return [int(pid) for pid in everyones]
 
 
+def store_of_the_harness() -> dist.Store:
+    """One that no rank hosts."""
+    return dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+
+
 def group_on_a_store_of_rank_zero() -> None:
     """A group whose store ends, or stands still, with rank 0, as with plain torchrun."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    meeting = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    meeting = store_of_the_harness()
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         meeting.set("port of rank 0", str(store.port))
@@ -116,8 +122,10 @@ def stop_the_host_for_a_while() -> dict[str, Any]:
     ddp, rank, pids = train_and_stop_rank_zero()
     found = caught(lambda: step(ddp))
     if rank == 1:
-        sleep(2)  # so that the other one has come to its own deadline
+        store_of_the_harness().wait(["given up by 2"])  # the other one has come to its own deadline
         os.kill(pids[0], signal.SIGCONT)
+    if rank == 2:
+        store_of_the_harness().set("given up by 2", "")
     go_on(ddp, rank)
     return found
 
@@ -133,7 +141,7 @@ def go_on(ddp: Any, rank: int) -> None:
 
 
 def test_a_host_of_the_store_that_comes_back_has_failed_too_and_all_go_on() -> None:
-    for found in run_ranks(3, stop_the_host_for_a_while, env=SOON, init_process_group=False, limit_s=120):
+    for found in run_ranks(3, stop_the_host_for_a_while, env=SOON, init_process_group=False, limit_s=300):
         assert "PeerLate" in found["bases"], found
         assert found["ranks"] == (0,)
         assert "store is silent" in found["text"]
@@ -210,18 +218,23 @@ def test_a_stopped_rank_is_an_error_on_every_rank() -> None:
         assert "is stopped, by SIGSTOP" in found["text"]
 
 
-def hold_the_interpreter() -> dict[str, Any]:
+def hold_the_interpreter(path: str) -> dict[str, Any]:
+    """Rank 1 opens a pipe, without letting go of the lock, until rank 0 has given it up and opens its other end."""
     import lockstep
 
     ddp = lockstep.DDP(nn.Linear(4, 2))
     warm_up(ddp)
     if dist.get_rank() == 1:
-        ctypes.PyDLL(None).sleep(15)
-    return caught(lambda: step(ddp))
+        ctypes.PyDLL(None).open(path.encode(), os.O_RDONLY)
+    found = caught(lambda: step(ddp))
+    if dist.get_rank() == 0:
+        os.close(os.open(path, os.O_WRONLY))
+    return found
 
 
-def test_a_rank_that_holds_the_interpreters_lock_gives_no_sign_of_life() -> None:
-    for found in run_ranks(2, hold_the_interpreter, env=SOON):
+def test_a_rank_that_holds_the_interpreters_lock_gives_no_sign_of_life(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for found in run_ranks(2, hold_the_interpreter, str(tmp_path / "pipe"), env=SOON):
         assert found["type"] == "PeerLate", found
         assert found["ranks"] == (1,)
         assert "no sign of life" in found["text"]

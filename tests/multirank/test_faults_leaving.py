@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launching import LOCKSTEP, TORCHRUN, Finished, Launch, write_script
+from launching import LOCKSTEP, TORCHRUN, Finished, Launch, free_port, write_script
 from multirank.harness import lockstep_only
 from multirank.test_faults_deaths import start_ranks
 
@@ -204,12 +204,7 @@ def test_errors_that_were_handled_are_not_the_reason_for_a_later_end(tmp_path: P
 
 @pytest.mark.parametrize("how", [["mp", "fork"], ["mp", "spawn"], ["spawn"]], ids=" ".join)
 def test_processes_of_multiprocessing_have_last_words_too(how: list[str], tmp_path: Path) -> None:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
     script = write_script(tmp_path / "train.py", SWALLOW)
     done = Launch([sys.executable, script, *how], env=env).finish(200)
     if how[0] == "mp":

@@ -88,7 +88,9 @@ def test_a_cable_that_is_pulled_is_an_error_on_both_sides(two_hosts: tuple[Host,
 
 @pytest.mark.slow
 def test_a_short_break_is_no_fault(two_hosts: tuple[Host, Host], tmp_path: Path) -> None:
-    launches = start(two_hosts, tmp_path)
+    launches = start(
+        two_hosts, tmp_path, LOCKSTEP_HEARTBEAT_TIMEOUT="30"
+    )  # what was lost is sent again some time later
     ip("-n", two_hosts[1].namespace, "link", "set", two_hosts[1].interface, "down")
     sleep(2)
     ip("-n", two_hosts[1].namespace, "link", "set", two_hosts[1].interface, "up")

@@ -118,7 +118,7 @@ def without_running_statistics(state: dict[str, torch.Tensor]) -> dict[str, torc
     return {name: tensor for name, tensor in state.items() if "running_" not in name}
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 4])
 def test_a_rerun_is_bitwise_equal(runs: Any, world: int) -> None:
     first = run_of(runs, world, torch.float32)
     second = run_ranks(world, train_all, torch.float32, preload=TRANSFORMERS)

@@ -68,7 +68,7 @@ def test_a_hanging_run_is_killed_and_shows_its_stacks() -> None:
 
 
 def leave_a_child() -> int:
-    code = "import os, time\nos.setsid()\ntime.sleep(60)"
+    code = "import os, time\nos.setsid()\ntime.sleep(600)"
     return subprocess.Popen([sys.executable, "-c", code]).pid if dist.get_rank() == 0 else 0
 
 

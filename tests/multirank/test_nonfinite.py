@@ -114,7 +114,7 @@ def test_warn_says_once_per_episode_who_and_where() -> None:
 
 def test_ignore_does_not_look_and_a_scalers_infinities_are_its_own() -> None:
     for found in run_ranks(2, train, "replicated", "ignore"):
-        assert not found["messages"]
+        assert not [m for m in found["messages"] if "NaN or Inf" in m]
         assert not found["finite"]
     for found in run_ranks(2, train, "replicated", "raise", "scaler"):
         assert not found["raised"]
@@ -127,11 +127,15 @@ def be_slow() -> dict[int, float]:
 
     import lockstep
 
+    store = dist.distributed_c10d._get_default_store()
     ddp = lockstep.DDP(nn.Linear(4, 2))
-    for _ in range(12):
+    for number in range(12):
         output = ddp(torch.ones(1, 4))
         if dist.get_rank() == 2:
+            store.wait([f"step {number} of {rank}" for rank in (0, 1)])  # slower than the others, however slow they are
             sleep(0.2)
+        else:
+            store.set(f"step {number} of {dist.get_rank()}", "")
         output.sum().backward()
     text = ddp.timeline.to_json()
     assert lockstep.Timeline.from_json(text).stragglers.seconds == ddp.timeline.stragglers.seconds

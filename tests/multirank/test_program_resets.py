@@ -49,7 +49,7 @@ def reset_alone(mode: str, sharded: bool = False) -> None:
 
 @pytest.mark.parametrize("mode", ["loop", "graph"])
 def test_a_reset_on_one_rank_is_an_error_on_all(mode: str) -> None:
-    errors = expect_errors(3, [0, 1, 2], reset_alone, mode, preload=PRELOAD, limit_s=120.0)
+    errors = expect_errors(3, [0, 1, 2], reset_alone, mode, preload=PRELOAD, limit_s=300)
     for error in errors.values():
         assert error.type_name == "Disagreement"
         if mode == "loop":
@@ -65,7 +65,7 @@ def test_a_reset_on_one_rank_is_an_error_on_all(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["loop", "graph"])
 def test_a_reset_on_one_rank_of_a_sharded_model_is_an_error_on_all(mode: str) -> None:
     """Its ranks gather in every micro-batch: nobody may wait there for a rank that is in another one."""
-    errors = expect_errors(2, [0, 1], reset_alone, mode, True, preload=PRELOAD, limit_s=120.0)
+    errors = expect_errors(2, [0, 1], reset_alone, mode, True, preload=PRELOAD, limit_s=300)
     for error in errors.values():
         assert error.type_name == "Disagreement", error.text
         assert "micro-step 0" in error.text

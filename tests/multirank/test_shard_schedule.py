@@ -89,7 +89,7 @@ def most_at_once(log: list[tuple[str, str]], what: str) -> int:
 @pytest.mark.parametrize("max_inputs", [1, 2])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_the_next_unit_travels_while_this_one_computes(backend: str, max_inputs: int) -> None:
-    for log in run_ranks(2, logged_step, backend, max_inputs, limit_s=240):
+    for log in run_ranks(2, logged_step, backend, max_inputs, limit_s=300):
         gathers = [entry for entry in log if entry[0].startswith("gather")]
         order = [str(n) for n in range(NUM_BLOCKS)]
         forward = [("gather begins", "0")]

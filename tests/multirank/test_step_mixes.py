@@ -112,7 +112,7 @@ def plain_step(side: Side, t: int) -> None:
 
 HOOKS = {
     "a_hook_that_clamps_after_wrapping": Mix(
-        plain_step, one_net, after_wrapping=clamp_from_the_start, by_inductor=True, worlds=TWO_AND_THREE
+        plain_step, one_net, after_wrapping=clamp_from_the_start, by_inductor=True, worlds=(3,)
     ),
     "a_hook_that_clamps_between_forward_and_backward": Mix(with_hook("clamp", 3), one_net, worlds=(3,)),
     "a_tensor_hook_that_scales": Mix(with_hook("scale", 3), one_net),
@@ -147,9 +147,9 @@ def uneven_forwards(side: Side, t: int) -> None:
 
 
 RANKS = {
-    "rank_0_logs_then_two_forwards": Mix(rank_0_alone("hooks"), one_net, worlds=TWO_AND_THREE),
+    "rank_0_logs_then_two_forwards": Mix(rank_0_alone("hooks"), one_net, worlds=(3,)),
     "rank_0_uncompiled_then_two_forwards": Mix(
-        rank_0_alone("uncompiled"), one_net, modes=COMPILED, by_inductor=True, worlds=TWO_AND_THREE
+        rank_0_alone("uncompiled"), one_net, modes=COMPILED, by_inductor=True, worlds=(3,)
     ),
     "uneven_forwards": Mix(uneven_forwards, one_net, worlds=TWO_AND_THREE),
 }
@@ -198,12 +198,12 @@ def gan(step: Any, build: Any = generator_and_critic, **options: Any) -> Mix:
 
 ADVERSARIES = {
     "gan": gan(adversarial(), worlds=TWO_AND_THREE),
-    "gan_with_a_break": gan(adversarial(), generator_and_critic_with_break, modes=COMPILED, worlds=TWO_AND_THREE),
-    "gan_in_blocks": gan(adversarial(), modes=(BLOCKS,), worlds=TWO_AND_THREE),
-    "gan_with_a_hook": gan(adversarial(has_hook=True), modes=WHOLE, worlds=TWO_AND_THREE),
+    "gan_with_a_break": gan(adversarial(), generator_and_critic_with_break, modes=COMPILED, worlds=(3,)),
+    "gan_in_blocks": gan(adversarial(), modes=(BLOCKS,), worlds=(3,)),
+    "gan_with_a_hook": gan(adversarial(has_hook=True), modes=WHOLE, worlds=(3,)),
     "gan_with_a_frozen_critic": gan(adversarial(("blocks", "head")), modes=(EAGER, *COMPILED, BLOCKS)),
     "gan_with_half_a_bucket_frozen": gan(
-        adversarial(("head.bias",)), modes=(EAGER, *COMPILED), by_inductor=True, worlds=TWO_AND_THREE
+        adversarial(("head.bias",)), modes=(EAGER, *COMPILED), by_inductor=True, worlds=(3,)
     ),
 }
 
@@ -261,15 +261,15 @@ LATER = {
         late_penalty("of_weight", (1,)),
         one_net,
         after_wrapping=with_comm_hook(default_hooks.allreduce_hook),
-        worlds=TWO_AND_THREE,
+        worlds=(3,),
     ),
     "a_late_penalty_in_blocks": Mix(late_penalty("of_weight"), one_net, modes=(BLOCKS,)),
     "a_late_penalty_of_data": Mix(late_penalty("of_data"), one_net, worlds=(3,)),
     "a_late_penalty_on_one_rank": Mix(late_penalty("of_data", (1,)), one_net),
-    "a_block_used_twice": Mix(twice_from_step_3, one_net, worlds=TWO_AND_THREE),
+    "a_block_used_twice": Mix(twice_from_step_3, one_net, worlds=(3,)),
     "a_block_used_twice_in_blocks": Mix(twice_from_step_3, one_net, modes=(BLOCKS,)),
     "two_forwards_with_unused": Mix(
-        two_forwards_from_step_3, net_with_unused, options={"find_unused_parameters": True}, worlds=TWO_AND_THREE
+        two_forwards_from_step_3, net_with_unused, options={"find_unused_parameters": True}, worlds=(3,)
     ),
 }
 

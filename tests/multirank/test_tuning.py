@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from multirank.harness import lockstep_only, run_outcomes, run_ranks
+from multirank.signs import know_the_others
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
 PRELOAD = ("torch._inductor.codecache",)
@@ -78,17 +79,21 @@ def test_each_candidate_is_timed_once_and_all_ranks_choose_alike(tmp_path: Path)
 
 def tune_with_a_slow_rank(directory: str) -> dict[str, float]:
     """Rank 0 comes first and takes too long; the others go on by themselves, and it takes their timings."""
-    rank = dist.get_rank()
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{directory}/{rank}"
     wrapped()
     if rank != 0:
-        time.sleep(1.0)
+        store.wait(["rank 0 is timing"])
 
     def measure(choices: Any) -> dict[Any, float]:
-        time.sleep(15.0 if rank == 0 else 0.0)
+        if rank == 0:
+            store.set("rank 0 is timing", "")
+            store.wait(["found by 1", "found by 2"])
         return {choice: float(rank + index) for index, choice in enumerate(choices)}
 
-    return look_up("mm", measure)
+    found = look_up("mm", measure)
+    store.set(f"found by {rank}", "")
+    return found
 
 
 def test_a_rank_that_takes_too_long_is_not_waited_for(tmp_path: Path) -> None:
@@ -98,14 +103,17 @@ def test_a_rank_that_takes_too_long_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def end_while_timing(directory: str) -> dict[str, float]:
-    rank = dist.get_rank()
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{directory}/{rank}"
     wrapped()
+    know_the_others()
+    dist.barrier()
     if rank != 0:
-        time.sleep(1.0)
+        store.wait(["rank 0 is timing"])
 
     def measure(choices: Any) -> dict[Any, float]:
         if rank == 0:
+            store.set("rank 0 is timing", "")
             raise SystemExit(3)
         return {choice: float(index) for index, choice in enumerate(choices)}
 
@@ -113,7 +121,7 @@ def end_while_timing(directory: str) -> dict[str, float]:
 
 
 def test_a_rank_that_ends_while_it_times_is_not_waited_for(tmp_path: Path) -> None:
-    env = {"LOCKSTEP_COMPILE_TIMEOUT": "30"}
+    env = {"LOCKSTEP_COMPILE_TIMEOUT": "1000"}  # above the limit of a run
     outcomes = run_outcomes(2, end_while_timing, str(tmp_path), env=env, preload=PRELOAD)
     assert outcomes[1].error is None, outcomes[1].report()
     assert outcomes[1].value == {name: float(index) for index, name in enumerate(NAMES)}

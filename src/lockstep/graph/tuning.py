@@ -66,7 +66,7 @@ def _wait(board: Board, key: str, owner: str, candidates: Sequence[str]) -> list
     def look() -> None:
         beats = board.pulse.look([member]) if board.pulse is not None and member is not None else None
         beat = beats.get(member) if beats and member is not None else None
-        if beat is not None and beat.ended:
+        if beat is not None and (beat.ended or (beat.process is not None and beat.process.is_dead)):
             raise _Gone
 
     try:
