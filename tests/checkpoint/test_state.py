@@ -198,6 +198,7 @@ def two_in_one() -> torch.Tensor:
         (lambda run: run.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]}), "does not have"),
         (lambda run: setattr(run.scheduler, "hook", print), "scheduler/hook is a builtins"),
         (lambda run: run.model.append(nn.LazyLinear(2)), "is not initialised yet"),
+        (lambda run: run.model.register_buffer("$", torch.ones(1)), r"whole name is '\$', which cannot be stored"),
         (lambda run: run.model.register_buffer("b", two_in_one()), "model/b is a torch.* a kind of tensor that cannot"),
         (
             lambda run: run.model.register_buffer("b", torch.zeros(2).to(torch.float8_e8m0fnu)),
@@ -383,3 +384,5 @@ def test_what_is_no_dict_of_names_is_refused_in_words(tmp_path: Path, name: str,
     save(tmp_path, model, step=1).wait()
     with pytest.raises(TypeError, match=f"{name} .*{words}.*give a dict of names"):
         load(tmp_path, model, **{name: given})
+    with pytest.raises(ValueError, match=f"{name} has the key .*which cannot be stored"):
+        save(tmp_path, model, step=2, **{name: {"$": 1}})

@@ -17,7 +17,7 @@ from lockstep.checkpoint.hook_state import hook_state, wrapper_of
 from lockstep.checkpoint.optimizers import can_go_by_name, optimizer_state, parameter_names
 from lockstep.checkpoint.pieces import Held, held
 from lockstep.checkpoint.rng import rng_state
-from lockstep.checkpoint.tree import encode
+from lockstep.checkpoint.tree import TAG, encode
 from lockstep.state_dict import unwrap
 
 _COMPILED = "_orig_mod."
@@ -98,6 +98,8 @@ def collect(
         return result.take(place, tensor, result.of_rank)
 
     parameters = set(parameter_names(model).values())
+    if TAG in plain_keys(model):
+        raise ValueError(f"the model has a parameter or buffer whose whole name is {TAG!r}, which cannot be stored")
     result.shared["model"] = {
         # Buffers may differ between ranks within a step; those of rank 0 are the ones that count, as in training.
         key: encode(value, f"model/{key}", replicated if key in parameters else of_rank_zero)
@@ -174,6 +176,8 @@ def require_mapping(name: str, given: Any) -> None:
     fix = f'give a dict of names, as in {name}={{"loader": loader}}'
     if given is not None and not isinstance(given, Mapping):
         raise TypeError(f"{name} is {given!r:.200}, of type {type(given).__name__}; {fix}")
+    if TAG in (given or {}):
+        raise ValueError(f"{name} has the key {TAG!r}, which cannot be stored; {fix}")
     wrong = [key for key in given or () if not isinstance(key, str)]
     if wrong:
         raise TypeError(f"{name} has the key {wrong[0]!r:.200}, of type {type(wrong[0]).__name__}; {fix}")

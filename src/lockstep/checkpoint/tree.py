@@ -17,7 +17,7 @@ import torch
 
 from lockstep.checkpoint.tensorfile import DTYPES, dtype_name
 
-_TAG = "$"
+TAG = "$"
 _SEPARATOR = "/"
 _MOST_BITS = 10_000  # of a number in digits: Python refuses to read very long ones
 
@@ -84,7 +84,7 @@ def _in_order(items: Set[Any]) -> list[Any]:
 
 def _encode_mapping(value: Mapping[Any, Any], place: str, take: TakeTensor) -> Any:
     kind = "counter" if isinstance(value, Counter) else "dict"
-    if kind == "dict" and all(type(key) is str for key in value) and _TAG not in value:
+    if kind == "dict" and all(type(key) is str for key in value) and TAG not in value:
         return {key: _encode(item, f"{place}{_SEPARATOR}{key}", take) for key, item in value.items()}
     pairs = [
         [_encode(key, f"a key of {place}", _no_tensor), _encode(item, f"{place}{_SEPARATOR}{key}", take)]
@@ -99,11 +99,11 @@ def decode(value: Any, give: GiveTensor) -> Any:
         return [decode(item, give) for item in value]
     if not isinstance(value, dict):
         return value
-    if _TAG not in value:
+    if TAG not in value:
         return {key: decode(item, give) for key, item in value.items()}
-    if set(value) != {_TAG, "v"} or value[_TAG] not in _DECODERS:
+    if set(value) != {TAG, "v"} or value[TAG] not in _DECODERS:
         raise ValueError(f"unknown entry {str(value)[:200]}")
-    return _DECODERS[value[_TAG]](value["v"], give)
+    return _DECODERS[value[TAG]](value["v"], give)
 
 
 def tensor_names(value: Any) -> list[str]:
@@ -112,18 +112,18 @@ def tensor_names(value: Any) -> list[str]:
         return [name for item in value for name in tensor_names(item)]
     if not isinstance(value, dict):
         return []
-    if value.get(_TAG) == "tensor":
+    if value.get(TAG) == "tensor":
         return [value["v"]] if isinstance(value.get("v"), str) else []
     return [name for item in value.values() for name in tensor_names(item)]
 
 
 def tensor_name(value: Any) -> str | None:
     """Return the name where an encoded value is a tensor."""
-    return value["v"] if isinstance(value, dict) and value.get(_TAG) == "tensor" else None
+    return value["v"] if isinstance(value, dict) and value.get(TAG) == "tensor" else None
 
 
 def _tagged(kind: str, value: Any) -> dict[str, Any]:
-    return {_TAG: kind, "v": value}
+    return {TAG: kind, "v": value}
 
 
 def _no_tensor(place: str, tensor: torch.Tensor) -> str:
@@ -161,4 +161,4 @@ _DECODERS: dict[str, Callable[[Any, GiveTensor], Any]] = {
     "counter": lambda value, give: Counter(_pairs(value, give)),
 }
 
-__all__ = ["decode", "encode", "tensor_name", "tensor_names"]
+__all__ = ["TAG", "decode", "encode", "tensor_name", "tensor_names"]
