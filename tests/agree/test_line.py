@@ -93,7 +93,7 @@ def test_a_line_ends_while_the_host_of_its_store_stands_still(held: bool) -> Non
             del line
             gc.collect()
             end_threads(0.2)
-        thread.join(60)
+        thread.join(240)
         assert not thread.is_alive()
     finally:
         host.kill()
@@ -130,7 +130,7 @@ def test_the_thread_ends_with_its_owner() -> None:
     (own,) = set(threading.enumerate()) - before  # others may end meanwhile, of tests before this one
     del line
     gc.collect()
-    deadline = monotonic() + 60
+    deadline = monotonic() + 240
     while own.is_alive() and monotonic() < deadline:
         sleep(0.02)
     assert not own.is_alive()
