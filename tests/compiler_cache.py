@@ -62,6 +62,8 @@ def main() -> int:
     kept = os.path.join(folder, key)
     if hand_out(kept, output):
         return 0
+    with contextlib.suppress(OSError):
+        os.unlink(output)  # it may be kept by another name, and not every output is written to a new file
     status = subprocess.call([compiler, *words])
     if status == 0:
         with contextlib.suppress(OSError):

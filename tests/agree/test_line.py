@@ -108,7 +108,7 @@ def test_lines_end_while_the_host_of_their_store_stands_still() -> None:
         gc.collect()
         end_threads(0.2)
         for thread in threads:
-            thread.join(60)
+            thread.join(240)
             assert not thread.is_alive()
 
 
@@ -149,7 +149,10 @@ def test_a_connection_that_broke_is_made_again_to_the_same_store_only(monkeypatc
 
         host.kill()
         host.wait()
-    other = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # another job's, with its port
+    try:
+        other = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # another job's, with its port
+    except dist.DistNetworkError:
+        pytest.skip("the port of the store was taken by another process at once")
     for _ in range(20):
         with pytest.raises(StoreSilent):
             line.ask(lambda s: s.set("mine", "here"), 60)
@@ -202,7 +205,7 @@ def test_the_thread_ends_with_its_owner() -> None:
     (own,) = set(threading.enumerate()) - before  # others may end meanwhile, of tests before this one
     del line
     gc.collect()
-    deadline = monotonic() + 60
+    deadline = monotonic() + 240
     while own.is_alive() and monotonic() < deadline:
         sleep(0.02)
     assert not own.is_alive()

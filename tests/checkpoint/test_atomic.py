@@ -289,7 +289,9 @@ def test_saving_again_and_again_leaves_nothing_open(tmp_path: Path) -> None:
     deadline = time.monotonic() + 120  # a thread that has said its last word may still be on its way out
     while threading.active_count() > before[1] and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    # Fewer, where something that a test before this one had left has ended meanwhile.
+    assert len(os.listdir("/proc/self/fd")) <= before[0]
+    assert threading.active_count() <= before[1]
     assert len(names_in(tmp_path)) == 2
 
 

@@ -167,7 +167,10 @@ def connect_store(run: Run) -> Any:
 
 
 def leave_together(run: Run) -> None:
-    """Keeps this rank's sockets open until every peer has its outcome or is dead."""
+    """Keeps this rank's sockets open until every peer has its outcome or is dead.
+
+    Not for ever: some tests are about a rank that is gone while others still wait for it.
+    """
     deadline = time.monotonic() + 10
     waiting = set(range(run.world))
     while waiting and time.monotonic() < deadline:

@@ -239,7 +239,7 @@ def wrap_on_some_ranks() -> None:
 
 
 def test_a_rank_that_never_wraps_is_named() -> None:
-    errors = expect_errors(3, [0, 2], wrap_on_some_ranks, env={"LOCKSTEP_AGREEMENT_TIMEOUT": "12"})
+    errors = expect_errors(3, [0, 2], wrap_on_some_ranks, env={"LOCKSTEP_AGREEMENT_TIMEOUT": "8"})
     for error in errors.values():
         assert error.type_name == "PeerLate"
         assert "rank(s) [1]" in error.text

@@ -25,7 +25,9 @@ how = sys.argv[1]
 atexit.register(lambda: print("AT EXIT", flush=True))
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-ddp = lockstep.DDP(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4)), late_timeout=3, bucket_cap_mb=0.005)
+lockstep.DDP(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()  # imports what a step needs, in its own time
+dist.barrier()
+ddp = lockstep.DDP(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4)), late_timeout=4, bucket_cap_mb=0.005)
 
 def step():
     ddp(torch.ones(1, 64)).sum().backward()
