@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lockstep.agree.watch import Watch
 from lockstep.engine.casts import MEETING_SECONDS
 from lockstep.errors import Disagreement, rank_table
@@ -29,11 +31,32 @@ _ALL_GATHERS = 1 << 32  # more than a model has
 Entry = tuple[int, int, bool]  # number of the unit, of its store, and whether it is gathered from those who kept a part
 
 
+def _settings(unit: Unit) -> tuple[bool, ...]:
+    """What decides which collectives follow: part of what ranks foresee, so that one with another setting is found."""
+    frees = (unit.frees_after_forward, unit.gathers_in_backward, unit.reshard_after_backward)
+    return *frees, unit.syncs, unit.all_reduces, unit.links.has_own_scatter_group
+
+
+def _shown(unit: Unit) -> str:
+    """The settings that are not the usual ones, in words."""
+    words = (
+        "which stays whole after its forward",
+        "which backwards do not gather",
+        "which stays whole after backwards",
+        "which does not synchronise",
+        "which replicas do not reduce",
+        "which is scattered on the group that gathers",
+    )
+    said = [word for word, is_on in zip(words, _settings(unit), strict=True) if not is_on]
+    return f" ({', '.join(said)})" if said else ""
+
+
 class GatherLog:
     """The gathers of one team that this rank has started."""
 
     def __init__(self, units: Sequence[Unit], place: str) -> None:
         self._units = list(units)
+        self._num_writes = 0  # by optimizers, before ranks were level
         self._place = place  # names the ranks that gather together: replicas of them gather for themselves
         self._numbers = {unit: number for number, unit in enumerate(units)}
         self._num_started = self._num_level = 0
@@ -49,11 +72,17 @@ class GatherLog:
 
     def compare(self, unit: Unit, store: int, *, among_keepers: bool = False) -> None:
         """A gather of one of a unit's stores is about to start; raise on all ranks if theirs is another one."""
-        if self.meeting is not None and self._foresight.expected() != self._gather(unit, store, among_keepers):
-            self.meeting.compare(self._num_started, unit.name, self.said() or "none", unit.moment)
+        if self.meeting is None:
+            return
+        gather = self._gather(unit, store, among_keepers)
+        if not self._foresight.foresees(gather, trains=torch.is_grad_enabled()):
+            name = f"{unit.name}{_shown(unit)}"
+            self.meeting.compare(self._num_started, name, self.said() or "none", unit.moment)
 
     def _gather(self, unit: Unit, store: int, among_keepers: bool) -> int:
         gather = _ALL_STORES * self._numbers[unit] + 2 * store + among_keepers + 1
+        for setting in _settings(unit):
+            gather = 2 * gather + setting
         return _ALL_GATHERS * self._model + gather
 
     def note(self, unit: Unit, store: int, *, among_keepers: bool = False) -> None:
@@ -75,7 +104,14 @@ class GatherLog:
         if not self._last:
             return ""
         last = self._units[self._last[-1][0]].name
-        return f"{self._num_started - self._num_level}, the last of {last} ({self._digest:08x})"
+        said = f"{self._num_started - self._num_level}, the last of {last} ({self._digest:08x})"
+        writes = self._writes() - self._num_writes
+        return f"{said}; {writes} writes by optimizers" if writes else said
+
+    def _writes(self) -> int:
+        """Of optimizers: of a model of which each rank has a part, nothing else tells that one made more."""
+        step = None if self._units[0].step is None else self._units[0].step()
+        return 0 if step is None else step.num_writes
 
     def level(self, watch: Watch, key: str) -> None:
         """Start what others have started and this rank has not; all ranks come here."""
@@ -97,6 +133,7 @@ class GatherLog:
             if place == self._place:
                 self._catch_up(most, last, key)
         self._digest = 0
+        self._num_writes = self._writes()
         self._last.clear()
         self._foresight.forget()
         if self.meeting is not None:
