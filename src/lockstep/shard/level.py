@@ -56,7 +56,6 @@ class GatherLog:
 
     def __init__(self, units: Sequence[Unit], place: str) -> None:
         self._units = list(units)
-        self._num_writes = 0  # by optimizers, before ranks were level
         self._place = place  # names the ranks that gather together: replicas of them gather for themselves
         self._numbers = {unit: number for number, unit in enumerate(units)}
         self._num_started = self._num_level = 0
@@ -104,14 +103,7 @@ class GatherLog:
         if not self._last:
             return ""
         last = self._units[self._last[-1][0]].name
-        said = f"{self._num_started - self._num_level}, the last of {last} ({self._digest:08x})"
-        writes = self._writes() - self._num_writes
-        return f"{said}; {writes} writes by optimizers" if writes else said
-
-    def _writes(self) -> int:
-        """Of optimizers: of a model of which each rank has a part, nothing else tells that one made more."""
-        step = None if self._units[0].step is None else self._units[0].step()
-        return 0 if step is None else step.num_writes
+        return f"{self._num_started - self._num_level}, the last of {last} ({self._digest:08x})"
 
     def level(self, watch: Watch, key: str) -> None:
         """Start what others have started and this rank has not; all ranks come here."""
@@ -133,7 +125,6 @@ class GatherLog:
             if place == self._place:
                 self._catch_up(most, last, key)
         self._digest = 0
-        self._num_writes = self._writes()
         self._last.clear()
         self._foresight.forget()
         if self.meeting is not None:
