@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -242,6 +242,72 @@ def one_more(how: str, what: str, replicas: int) -> str:
     reference(x).sum().backward()
     assert_close(whole_gradients(module), gradients(reference), "after one more")
     return str(caught.value)
+
+
+def differ_in_one_thing() -> dict[str, str]:
+    """One rank does one thing else; all hear of it within seconds, and go on."""
+    torch.manual_seed(0)
+    module = Uneven().double()
+    reference = copy.deepcopy(module)
+    shard_by_blocks(module, reshard_after_forward=False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    x, is_other = Run.batch(0, 0), dist.get_rank() == 1
+
+    def step(what: str = "") -> None:
+        optimizer.zero_grad()
+        loss = module(x).sum()
+        if what != "no backward":
+            loss.backward()
+        optimizer.step()
+
+    undo: dict[str, Callable[[], Any]] = {
+        "a unit that is freed": lambda: module.layers[1].set_reshard_after_forward(False),
+        "buffers": lambda: module.set_sync_buffers(False),
+        "a divisor": lambda: setattr(module.layers[1]._lockstep_unit, "divisor", None),
+        "one group": lambda: module.set_separate_reduce_scatter_group(True),
+    }
+    do: dict[str, Callable[[], Any]] = {
+        "a unit that is freed": lambda: module.layers[1].set_reshard_after_forward(True),
+        "buffers": lambda: module.set_sync_buffers(),
+        "a divisor": lambda: module.layers[1].set_gradient_divide_factor(1.0),
+        "one group": lambda: module.set_separate_reduce_scatter_group(False),
+        "a hook": lambda: module.register_comm_hook(None, allreduce_hook),
+    }
+
+    def differ(what: str) -> None:
+        if is_other and what in do:
+            do[what]()
+        for _ in range(2):
+            step(what if is_other else "")
+
+    said = {}
+    for what in ("no backward", *do):
+        for _ in range(2):
+            step()
+        with pytest.raises(lockstep.errors.Disagreement) as caught:
+            differ(what)
+        said[what] = str(caught.value)
+        if is_other and what in undo:
+            undo[what]()
+        module.reset_sync_window(weights_are_equal=True)
+    optimizer.zero_grad()
+    module(x).sum().backward()
+    reference(x).sum().backward()
+    assert_close(whole_gradients(module), gradients(reference), "after all of it")
+    return said
+
+
+def test_one_rank_that_differs_in_one_thing() -> None:
+    for said in run_ranks(2, differ_in_one_thing, limit_s=180):
+        for what, words in {
+            "no backward": "rank 1 | is about to gather layers.0",
+            "a unit that is freed": "rank 1 | is about to gather layers.1",
+            "buffers": "buffers are synchronised",
+            "a divisor": "layers.1 by 1",
+            "one group": "which is scattered on the group that gathers",
+            "a hook": "register_comm_hook(allreduce_hook)",
+        }.items():
+            assert words in said[what], (what, said[what])
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,12 @@ class Load:
         return None if self.unit.root is None else self.unit.root.attendance.num_active
 
 
+def _said_of_buffers(loads: Sequence[Load]) -> list[str]:
+    """Whether what follows a reduction includes buffers."""
+    roots = [load.unit.root for load in loads[:1]]
+    return ["buffers are synchronised"] if any(root is not None and root.syncs_buffers for root in roots) else []
+
+
 class ScatterExchange:
     """The mean over all ranks, of which each keeps its shard."""
 
@@ -116,6 +122,9 @@ class ScatterExchange:
         partial_ = [load.unit.name for load in self.loads if load.unit.links.replicas and not load.unit.all_reduces]
         said = [f"without {', '.join(kept)}"] if kept else []
         said += [f"replicas without {', '.join(partial_)}"] if partial_ else []
+        divided = [f"{load.unit.name} by {load.unit.divisor:g}" for load in self.loads if load.unit.divisor is not None]
+        said += [f"divided: {', '.join(divided)}"] if divided else []
+        said += _said_of_buffers(self.loads)
         return "; ".join(["scatter", *said])
 
     def scale(self, like: Tensor) -> float:
@@ -219,7 +228,8 @@ class HookExchange:
     @property
     def name(self) -> str:
         kept = [load.unit.name for load in self.loads if not load.unit.syncs]
-        return self._inner.name + (f" without {', '.join(kept)}" if kept else "")
+        said = [f"without {', '.join(kept)}"] if kept else []
+        return "; ".join([self._inner.name, *said, *_said_of_buffers(self.loads)])
 
     @property
     def keeps_order(self) -> bool:

@@ -55,18 +55,23 @@ class Foresight:
     def end_window(self) -> None:
         """A reduction has ended, on all ranks."""
         self._window = 0
+        self._first: int | None = None
 
     def _contexts(self) -> tuple[Any, ...]:
         """What the next one may depend on, the most telling first."""
         return ("window", self._window), tuple(self._last), self._last[-1] if self._last else None
 
-    def expected(self) -> int | None:
-        """The gather that comes next, as far as is known."""
-        known = self._known
-        for context in self._contexts():
+    def foresees(self, gather: int, *, trains: bool) -> bool:
+        """Whether this gather was to come next, as far as is known.
+
+        Where the first one of a window comes again in a step, another forward begins: that is foreseen only if windows
+        have gone on like this before.  A rank without the backward that others run would get that far in silence.
+        """
+        known, contexts = self._known, self._contexts()
+        for context in contexts[:1] if trains and gather == self._first else contexts:
             if context in known:
-                return known[context]
-        return None
+                return known[context] == gather
+        return False
 
     def note(self, gather: int) -> None:
         """It has come."""
@@ -75,6 +80,7 @@ class Foresight:
         for context in self._contexts():
             self._known[context] = gather
         self._last.append(gather)
+        self._first = gather if self._first is None else self._first
         self._window = hash((self._window, gather))
 
 

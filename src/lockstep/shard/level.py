@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lockstep.agree.watch import Watch
 from lockstep.engine.casts import MEETING_SECONDS
 from lockstep.errors import Disagreement, rank_table
@@ -27,6 +29,26 @@ _ALL_STORES = 64  # more than a unit has, each gathered in two ways
 _ALL_GATHERS = 1 << 32  # more than a model has
 
 Entry = tuple[int, int, bool]  # number of the unit, of its store, and whether it is gathered from those who kept a part
+
+
+def _settings(unit: Unit) -> tuple[bool, ...]:
+    """What decides which collectives follow: part of what ranks foresee, so that one with another setting is found."""
+    frees = (unit.frees_after_forward, unit.gathers_in_backward, unit.reshard_after_backward)
+    return *frees, unit.syncs, unit.all_reduces, unit.links.has_own_scatter_group
+
+
+def _shown(unit: Unit) -> str:
+    """The settings that are not the usual ones, in words."""
+    words = (
+        "which stays whole after its forward",
+        "which backwards do not gather",
+        "which stays whole after backwards",
+        "which does not synchronise",
+        "which replicas do not reduce",
+        "which is scattered on the group that gathers",
+    )
+    said = [word for word, is_on in zip(words, _settings(unit), strict=True) if not is_on]
+    return f" ({', '.join(said)})" if said else ""
 
 
 class GatherLog:
@@ -49,11 +71,17 @@ class GatherLog:
 
     def compare(self, unit: Unit, store: int, *, among_keepers: bool = False) -> None:
         """A gather of one of a unit's stores is about to start; raise on all ranks if theirs is another one."""
-        if self.meeting is not None and self._foresight.expected() != self._gather(unit, store, among_keepers):
-            self.meeting.compare(self._num_started, unit.name, self.said() or "none", unit.moment)
+        if self.meeting is None:
+            return
+        gather = self._gather(unit, store, among_keepers)
+        if not self._foresight.foresees(gather, trains=torch.is_grad_enabled()):
+            name = f"{unit.name}{_shown(unit)}"
+            self.meeting.compare(self._num_started, name, self.said() or "none", unit.moment)
 
     def _gather(self, unit: Unit, store: int, among_keepers: bool) -> int:
         gather = _ALL_STORES * self._numbers[unit] + 2 * store + among_keepers + 1
+        for setting in _settings(unit):
+            gather = 2 * gather + setting
         return _ALL_GATHERS * self._model + gather
 
     def note(self, unit: Unit, store: int, *, among_keepers: bool = False) -> None:

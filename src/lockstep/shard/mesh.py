@@ -202,4 +202,5 @@ class Links:
 
     def use_own_scatter_group(self, is_own: bool) -> None:
         """See [Note: two groups for one set of ranks]."""
+        self.has_own_scatter_group = is_own
         self.scatter = Transport(scatter_group(self.mesh) if is_own else self.mesh.shard_group, self._watch)

@@ -275,6 +275,7 @@ class Team:
         reducer = self.step.reducer
         if isinstance(self.exchange, HookExchange):
             raise RuntimeError("register_comm_hook can only be called once; write one hook that does both.")
+        self._agree_on_hook(name)
         for unit in self.units:
             unit.reshard()  # what is under way comes in by the way it went
             unit.links.gather_apart()
@@ -283,6 +284,20 @@ class Team:
         self.memory.divides = False
         self.exchange = reducer.exchange = HookExchange(reducer.transport, self.memory.loads, state, hook, name)
         reducer.transport.keep_order_of(reducer)
+
+    def _agree_on_hook(self, name: str) -> None:
+        """Raise on all ranks if they register different ones, or some none: the group for gathers is made by all."""
+        if self.board is None:
+            return
+        key = f"a communication hook, reset {self.step.num_resets}"
+        told = self.watch.meet(key, f"register_comm_hook({name})", name, MEETING_SECONDS)
+        if len(set(told.values())) > 1:
+            told = self.watch.by_global(told)
+            raise errors.Disagreement(
+                f"Ranks register different communication hooks:\n{errors.rank_table(told)}\n"
+                "Fix: register the same one on every rank, before the same step.",
+                told,
+            )
 
     def compare(self, plan: ShardPlan) -> None:
         """Raise on all ranks if they do not shard the same model in the same way."""
