@@ -212,9 +212,12 @@ def test_fewer_than_too_many_are_no_reason(uncompiled: None) -> None:
     step = lockstep.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=0.01), loss_of, mode="graph")
     for index in range(MOST_NEW):
         step(changing_number(model, index))
+    assert not step.explain().reasons
+    assert "the last two differ in temperature (of the model)" in " ".join(step.explain().notes)  # and it is told
     for index in range(3):
         step(batch_of(index))
     assert not step.explain().reasons
+    assert not step.explain().notes
     assert step.explain().num_program_calls > 0
 
 

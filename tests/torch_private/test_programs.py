@@ -47,8 +47,15 @@ def test_trace_program_names_the_line_behind_a_decorator() -> None:
 
 def test_trace_program_tells_before_each_operator() -> None:
     told: list[str] = []
-    private.trace_program(lambda x: torch.rand_like(x) + x.sin(), [torch.ones(2)], lambda f, *_: told.append(f.name()))
-    assert told == ["aten::rand_like", "aten::sin", "aten::add.Tensor"]
+
+    def doubling(operator: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        told.append(operator.name())
+        return ([args[0], 2.0], kwargs) if operator.name() == "aten::mul.Tensor" else (args, kwargs)
+
+    graph = private.trace_program(lambda x: torch.rand_like(x) + x * 3.0, [torch.ones(2)], doubling)
+    assert told == ["aten::rand_like", "aten::mul.Tensor", "aten::add.Tensor"]
+    (node,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+    assert node.args[1] == 2.0  # what it was given
 
 
 def test_TraceError() -> None:

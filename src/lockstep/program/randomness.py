@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from lockstep.program.untraceable import Untraceable
+
 OF_TORCH = "torch's generator of the CPU"
 _ELSEWHERE = 0x10C57E9  # no program of anybody's begins here
 
@@ -60,19 +62,27 @@ class Draws:
         self._seed = _ELSEWHERE
         self._draws = False
         self._is_moved = False
-        self._has_own = False  # a generator that the step brings along
 
-    def before(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Look at the generator as the trace comes to an operator."""
+    def before(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Look at the generator as the trace comes to an operator; returns what to give it, without the default one."""
         if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
-            return
+            return args, kwargs
         self._draws = True
         self._is_moved = self._is_moved or torch.default_generator.initial_seed() != self._seed
         self._seed += 1
         torch.default_generator.manual_seed(self._seed)
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
-        # The default one comes as another object here; a copy of it has not the new seed.
-        self._has_own = self._has_own or any(generator.initial_seed() != self._seed for generator in given)
+        return [self._checked(value) for value in args], {name: self._checked(kwargs[name]) for name in kwargs}
+
+    def _checked(self, value: Any) -> Any:
+        """Refuse a generator that the step brings along; the default one is what an operator takes by itself.
+
+        It comes as another object here; a copy of it has not the new seed.
+        """
+        if not isinstance(value, torch.Generator):
+            return value
+        if value.initial_seed() != self._seed:
+            raise Untraceable("the step draws random numbers from a generator of its own")
+        return None
 
     @property
     def is_as_left(self) -> bool:
@@ -86,8 +96,6 @@ class Draws:
         """
         if of_the_host := [name for name in drawn if name != OF_TORCH]:
             return f"the step draws random numbers of the host ({', '.join(of_the_host)})"
-        if self._has_own:
-            return "the step draws random numbers from a generator of its own"
         if "initial_seed" in seeded:
             return "the step asks for the seed of random numbers"
         is_moved = self._is_moved or not self.is_as_left

@@ -39,6 +39,7 @@ class Restless:
         self._last: dict[tuple[bool, bool], tuple[Kind, str]] = {}  # by moment: the kind, and the shapes of its batch
         self._num_new: Counter[tuple[bool, bool]] = Counter()
         self._told: set[str] = set()
+        self._pair: tuple[tuple[Kind, str], tuple[Kind, str]] | None = None  # the last two, if both were new
 
     def look(self, kind: Kind, batch: Batch, *, is_new: bool) -> str:
         """Note the kind of this step; returns a reason against programs when too many in a row were new."""
@@ -46,8 +47,10 @@ class Restless:
         before, self._last[kind.moment] = self._last.get(kind.moment), (kind, shapes)
         if not is_new or before is None:
             self._num_new[kind.moment] = 0
+            self._pair = None
             return ""
         self._num_new[kind.moment] += 1
+        self._pair = (before, (kind, shapes))
         if self._num_new[kind.moment] < self._most_new:
             return ""
         what, instead = self.difference(before[0], kind, before[1], shapes)
@@ -56,6 +59,14 @@ class Restless:
             return ""
         self._told.add(subject)
         return f"this changes from step to step: {what}; a program is made for one value of it; {instead}"
+
+    def why_none_yet(self) -> str:
+        """What the last two steps differ in, if both were new: a program is made when a kind of step comes again."""
+        if self._pair is None:
+            return ""
+        (old, old_shapes), (new, new_shapes) = self._pair
+        what, _ = self.difference(old, new, old_shapes, new_shapes)
+        return f"a program is made when a kind of step comes again; the last two differ in {what}"
 
     def difference(self, old: Kind, new: Kind, old_shapes: str, new_shapes: str) -> tuple[str, str]:
         """What two kinds differ in, and what could be done about it, as parts of a sentence."""

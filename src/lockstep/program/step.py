@@ -210,6 +210,7 @@ class TrainStep:
             programs = runner.shown()
             places = runner.rank_is_baked_in_at()
             notes += [f"rank is baked in at {place}: each rank has a program of its own" for place in places]
+            notes += filter(None, [runner.why_none_yet()])
         notes += [self._loading.shown()] if self._loading.is_loaded else []
         num_program_calls = record.num_replays + record.num_graph_calls
         runs = record.runs or "nothing yet; it is chosen in the first call"

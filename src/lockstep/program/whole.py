@@ -390,6 +390,10 @@ class Whole:
             for p in self._programs.values()
         ]
 
+    def why_none_yet(self) -> str:
+        """Why there is no program yet, where nothing speaks against one; empty if there is nothing to say."""
+        return "" if self._programs or self._record.reasons else self._restless.why_none_yet()
+
     def rank_is_baked_in_at(self) -> list[str]:
         """Places in the user's program where ranks have other numbers in their programs."""
         found = dict.fromkeys(place for p in self._programs.values() for place in p.differing_places())

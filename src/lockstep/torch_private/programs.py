@@ -39,13 +39,13 @@ def as_if_compiling() -> Iterator[None]:
 
 
 def trace_program(
-    function: Callable[..., Any], inputs: Sequence[torch.Tensor], before_each: Callable[..., None] | None = None
+    function: Callable[..., Any], inputs: Sequence[torch.Tensor], before_each: Callable[..., Any] | None = None
 ) -> Any:
     """The operators that ``function`` runs for inputs like these, below autograd, as one graph.
 
     Tensors have no values meanwhile, so that a branch on one is an error and not a constant.  ``make_fx`` lives in an
     experimental module; by itself it notes only lines of functions that are called ``forward``.
-    ``before_each(operator, args, kwargs)`` is called as the trace comes to an operator.
+    ``before_each(operator, args, kwargs)`` is called as the trace comes to an operator, and returns what to give it.
     """
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -58,7 +58,7 @@ def trace_program(
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             mode = get_proxy_mode()
             if before_each is not None:
-                before_each(func, args, kwargs or {})
+                args, kwargs = before_each(func, args, kwargs or {})
             before = None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
             result = func(*args, **(kwargs or {}))
             line = None if mode is None else _users_line(noted.__code__)
