@@ -5,9 +5,10 @@
 The model and the method are in ``variants.py``: the same wrapper with everything turned off that can be, with the
 search for NaN alone, and as it is by default take turns in the same ranks.  What is compared is the time in which a
 rank's own thread was busy, round by round and between the shortest rounds.  On a machine that does other work such a
-difference is lost in the spread of whole steps; so what the checks' own calls take is also added up, call by call, and
-that, as the median over blocks of steps (weights are not looked at in each of them), is held against the budget, 1 % of
-a step of 20 ms.  A sign of life is made many times in a row by the thread that makes it once a second.
+difference is lost in the spread of whole steps; so what the checks' own calls take is also added up, call by call,
+without what reading the clock takes (a call of the system, two dozen times per step).  That, as the median over blocks
+of steps (weights are not looked at in each of them), is held against the budget, 1 % of a step of 20 ms.  A sign of
+life is made many times in a row by the thread that makes it once a second.
 """
 
 from __future__ import annotations
