@@ -84,7 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def keep_what_is_compiled(folder: Path) -> None:
     """Put a compiler into the path that compiles the same source once in this run (see compiler_cache.py)."""
-    os.environ["LOCKSTEP_TEST_COMPILER"] = str(folder)
+    os.environ["LOCKSTEP_TEST_COMPILER_CACHE"] = str(folder)
     compiler = shutil.which("g++")
     if compiler is None or "CXX" in os.environ:
         return
@@ -99,7 +99,7 @@ def keep_what_is_compiled(folder: Path) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
-        for name in ("LOCKSTEP_TEST_INDUCTOR_CACHE", "LOCKSTEP_TEST_COMPILER"):
+        for name in ("LOCKSTEP_TEST_INDUCTOR_CACHE", "LOCKSTEP_TEST_COMPILER_CACHE"):
             shutil.rmtree(os.environ[name], ignore_errors=True)
 
 
