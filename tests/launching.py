@@ -125,13 +125,14 @@ class Launch:
 def free_port() -> int:
     """A port to bind later: not one of those that the kernel hands out meanwhile, to any socket of any process."""
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    for port in random.SystemRandom().sample(range(max(1024, lowest - 12_000), lowest), 200):
+    below = range(max(1024, lowest - 12_000), lowest)
+    for port in [*random.SystemRandom().sample(below, min(200, len(below))), 0]:
         with socket.socket() as probe:
             try:
                 probe.bind(("", port))
             except OSError:
                 continue
-            return port
+            return int(probe.getsockname()[1])
     raise AssertionError("no port is free")
 
 

@@ -105,13 +105,15 @@ class ResumableSampler(Sampler[int]):
         if self._has_ended:
             return
         self._is_counted = True
+        has_begun = False
         try:
             for batch in self._iterate(loader):
-                if not self._num_drawn:
+                if not has_begun and not self._num_drawn:
                     raise RuntimeError(
                         "The loader has not drawn from this sampler, so there is nothing to count. Give the sampler to "
                         "the loader: DataLoader(dataset, batch_size=..., sampler=sampler)."
                     )
+                has_begun = True
                 self.position = min(end, self.position + size * self.world)
                 self._has_ended = self.position == end
                 yield batch

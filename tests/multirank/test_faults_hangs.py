@@ -369,7 +369,7 @@ def named_in(message: str) -> str:
 
 
 def test_nobody_else_is_named_and_no_stale_place_is_quoted() -> None:
-    often = {**NEVER, "LOCKSTEP_STALL_SECONDS": "0.01"}  # at every look, of which there is one a second
+    often = {**NEVER, "LOCKSTEP_STALL_SECONDS": "0.0001"}  # at every look, of which there is one a second
     for rank, said in enumerate(run_ranks(3, take_turns_at_being_late, env=often)):
         for turn in {0, 1, 2} - {rank}:
             here = [s for s in said if f"in step {3 * turn}" in s[0].partition(", for ")[0]]

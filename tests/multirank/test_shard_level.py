@@ -191,7 +191,7 @@ def run_models_in_another_order(how: str) -> str:
 
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_models_in_another_order_on_one_rank(how: str) -> None:
-    for said in run_ranks(2, run_models_in_another_order, how, limit_s=120):
+    for said in run_ranks(2, run_models_in_another_order, how):
         assert "rank 1" in said
         assert "gathers of sharded units so far" in said
 
@@ -298,7 +298,7 @@ def differ_in_one_thing() -> dict[str, str]:
 
 
 def test_one_rank_that_differs_in_one_thing() -> None:
-    for said in run_ranks(2, differ_in_one_thing, limit_s=180):
+    for said in run_ranks(2, differ_in_one_thing):
         for what, words in {
             "no backward": "rank 1 | is about to gather layers.0",
             "a unit that is freed": "rank 1 | is about to gather layers.1",

@@ -28,7 +28,8 @@ logger = logging.getLogger("lockstep")
 _TRY_SECONDS = 1.0  # for the other end to answer at all
 _STAYS_SECONDS = 0.2  # in which a process that is just ending would hang up again
 MAKE_SECONDS = 2.0  # for a connection of torch's, which may take a few times as long
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 4.0  # the latter well below the deadline for a store that is silent
+_chance = random.Random()  # the program's own random numbers stay its own
 _LASTS_AFTER = 10.0  # seconds: a connection that breaks sooner counts as another failure
 _NOTHING = "\x00"
 
@@ -63,7 +64,9 @@ class Link:
         if self.state is State.NEW:
             self._begin()
         if self._error is not None:
-            if monotonic() < self.next_try or self.is_closing:
+            if self.is_closing:
+                self.next_try = float("inf")
+            if monotonic() < self.next_try:
                 raise self._error
             self._make_again()
         return self._connection
@@ -79,7 +82,7 @@ class Link:
         self._be(State.CUT)
         self._pause = _FIRST_PAUSE if has_lasted else min(2 * self._pause, _LONGEST_PAUSE)
         # Ranks that lose it together do not all come back at the same moment.
-        self.next_try = monotonic() + (0.0 if has_lasted else self._pause * (0.5 + random.random()))
+        self.next_try = monotonic() + (0.0 if has_lasted else self._pause * (0.5 + _chance.random()))
 
     def close(self) -> None:
         """Take away what was left at the store."""
@@ -97,11 +100,11 @@ class Link:
             self._address = address_of(self._connection)
         except (RuntimeError, NotImplementedError, AttributeError):
             self._connection = self._store
-        self._be(State.WHOLE)
-        self.since -= _LASTS_AFTER  # when it breaks for the first time, it is tried again at once
         if self._address is not None:
             self._connection.set_timeout(timedelta(seconds=MAKE_SECONDS))  # for one that is made from it
             self._connection.set(self._mark, self._mark)
+        self._be(State.WHOLE)
+        self.since -= _LASTS_AFTER  # when it breaks for the first time, it is tried again at once
 
     def _make_again(self) -> None:
         """Make another connection to the same store, or raise and say when to try again."""
@@ -114,7 +117,8 @@ class Link:
                 made = self._connection.clone()
             is_same = made is not None and _read(made, self._mark) == self._mark
         except (OSError, dist.DistError):
-            self._put_off(State.CUT)
+            # A store that is known to be gone does not come back by not being reached.
+            self._put_off(State.GONE if self.state is State.GONE else State.CUT)
             raise self._error from None
         finally:
             self.is_making = False
@@ -128,7 +132,7 @@ class Link:
     def _put_off(self, state: State) -> None:
         self._be(state)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-        self.next_try = monotonic() + self._pause * (0.5 + random.random())
+        self.next_try = monotonic() + self._pause * (0.5 + _chance.random())
 
 
 def _is_listened_at(address: tuple[str, int]) -> bool:
@@ -145,11 +149,12 @@ def _is_listened_at(address: tuple[str, int]) -> bool:
             return False  # a port nobody listens on may reach itself
         probe.settimeout(_STAYS_SECONDS)
         try:
-            return bool(probe.recv(1))
+            probe.recv(1)
+            return False  # it hangs up, or is no store: that does not speak first
         except ConnectionResetError:
             return False
         except TimeoutError:
-            return True  # a store does not speak first
+            return True
 
 
 def _read(store: Any, key: str) -> str:

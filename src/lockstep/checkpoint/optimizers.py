@@ -38,7 +38,8 @@ def can_go_by_name(model: nn.Module, value: Any) -> bool:
     if not is_of(model, value):
         return False
     state = value.state_dict()
-    return set(state) == {"state", "param_groups"} and all(type(key) is int for key in state["state"])
+    kept = state["state"]
+    return set(state) == {"state", "param_groups"} and all(type(k) is int and type(v) is dict for k, v in kept.items())
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -108,7 +108,8 @@ class Restoration:
             problems += [f"the checkpoint has {key}, and the model does not" for key in saved if key not in state]
         for key, value in state.items():
             name = tensor_name(saved.get(key))
-            if name is None and key in saved and isinstance(value, torch.Tensor):
+            is_extra = key.rpartition(".")[2] == "_extra_state"  # whatever it was, the module takes it back itself
+            if name is None and key in saved and isinstance(value, torch.Tensor) and not is_extra:
                 problems.append(f"{key} is a tensor in the model, and none in the checkpoint")
             if name is None or not isinstance(value, torch.Tensor) or name not in self.reader.manifest.tensors:
                 continue

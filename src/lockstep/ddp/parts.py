@@ -63,7 +63,7 @@ class Parts:
         """Go on with another process group."""
         peers.move(group, self.step)
         if self.delayed is not None:
-            self.delayed.use_transport(self.step.reducer.transport)
+            self.delayed.use_transport(self.step.reducer.transport, self.step.lane)
 
 
 def build_parts(

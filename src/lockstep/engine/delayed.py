@@ -34,8 +34,9 @@ class DelayedReduction:
             if slot.parameter.requires_grad:
                 self._handles.append(slot.parameter.register_post_accumulate_grad_hook(self._note))
 
-    def use_transport(self, transport: Transport) -> None:
+    def use_transport(self, transport: Transport, lane: Lane) -> None:
         self._reducer.use_transport(transport)
+        self._lane = lane
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -45,10 +46,11 @@ class DelayedReduction:
     def _note(self, _: Tensor) -> None:
         """A backward has come to one of them, or to the trigger."""
         task = torch_private.graph_task_id()
-        if task not in self._tasks:
-            self._tasks.add(task)
-            self._lane.queue_end()  # all else that leaves at the end comes before, on every rank
-            torch_private.queue_backward_callback(lambda: self._reduce(task))
+        with self._lane.lock:  # devices have a thread each
+            if task not in self._tasks:
+                self._tasks.add(task)
+                self._lane.queue_end()  # all else that leaves at the end comes before, on every rank
+                torch_private.queue_backward_callback(lambda: self._reduce(task))
 
     @torch_private.leave_to_python
     def _reduce(self, task: int) -> None:

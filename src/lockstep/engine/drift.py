@@ -61,10 +61,12 @@ class Drift:
         self._has_looked = False  # at weights, since the last window
         self._has_optimizer = False  # that has updated any of them
         self._waits_for_optimizer = True  # as long as there is one that might
+        self._asked_in = 0  # the window in which that was last asked
         self.begins_equal = True  # weights were made equal when the model was wrapped
 
     def note_update(self, updates: Updates) -> None:
-        """Parameters are about to be updated, by these settings."""
+        """Parameters are about to be updated by an optimizer, by these settings."""
+        self._waits_for_optimizer = False
         if not self._updates or len(self._updates) > _MOST_UPDATES:  # the latter: no window of this model opens
             self._updates = updates
             return
@@ -82,16 +84,18 @@ class Drift:
         """A forward with gradients begins: look at weights that no optimizer updates."""
         if self._has_looked or self._has_optimizer or (step.num_windows == 0 and self.begins_equal):
             return
-        if step.num_windows and self._optimizer_is_to_step(step):
+        if self.weights is None or not step.closing.compares or torch_private.in_backward():
             return
-        if step.closing.compares and not torch_private.in_backward():
+        if not step.num_windows or not self._optimizer_is_to_step(step):
             self._look(step, is_before_update=False)
 
     def _optimizer_is_to_step(self, step: SyncStep) -> bool:
         """Whether there is an optimizer that has not stepped yet: its first step may take several windows."""
         if not self._waits_for_optimizer or step.num_windows >= _MOST_WINDOWS_OF_A_STEP:
             return False
-        self._waits_for_optimizer = bool(optimizers_of({id(slot.leaf) for slot in step.reducer.slots}))
+        if self._asked_in != step.num_windows:  # it takes a search through all objects
+            self._asked_in = step.num_windows
+            self._waits_for_optimizer = bool(optimizers_of({id(slot.leaf) for slot in step.reducer.slots}))
         return self._waits_for_optimizer
 
     def look_before_program(self, step: SyncStep) -> None:

@@ -102,7 +102,7 @@ def held_by(gm: torch.nn.Module, node: Any) -> str:
     if not isinstance(node, fx.Node) or node.op != "get_attr":
         return ""
     value = getattr(gm, str(node.target), None)
-    if type(value) is not Tensor or value.is_meta or value.numel() > _MOST_HELD:
+    if type(value) is not Tensor or value.is_meta or value.layout is not torch.strided or value.numel() > _MOST_HELD:
         return ""
     return f"{value.dtype} {value.tolist()}"
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,7 +160,7 @@ class Shards:
         root, watch = self.root, unit.links.gather.watch
         begun = now()
         order = root.orders.now(True, is_backward=again)
-        started = order.take(store, unit.versions_of(store), start_gathering)
+        started = order.take(store, unit.versions_of(store), partial(start_gathering, trains=not again))
         root.timeline.record("gather", begun, now(), unit.index)
         begun = now()
         started.flight.land(watch, unit.moment)

@@ -14,6 +14,8 @@ from typing import Any
 
 from lockstep import torch_private
 
+_MOST_CALLS = 256  # whoever adds up losses without detaching them keeps a node of every step alive
+
 
 class Calls:
     """Autograd's nodes on the inputs of a unit, one for each call whose graph is still there."""
@@ -32,7 +34,7 @@ class Calls:
     def note(self, node: Any) -> None:
         """A call of which autograd will tell the end."""
         self._begin()
-        self._nodes = [reference for reference in self._nodes if reference() is not None]
+        self._nodes = [reference for reference in self._nodes[1 - _MOST_CALLS :] if reference() is not None]
         self._nodes.append(weakref.ref(node))
 
     def note_unwatched(self) -> None:

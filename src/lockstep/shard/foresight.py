@@ -32,7 +32,7 @@ _STAMP_SECONDS = 60.0
 
 
 class Foresight:
-    """Foresees gathers on one process group; a function of those that were noted, and of nothing else."""
+    """Foresees gathers on one process group; a function of those that were noted, and of whether a step begins."""
 
     def __init__(self) -> None:
         self._num_models = 0

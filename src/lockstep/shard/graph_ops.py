@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -97,20 +98,21 @@ def _gather(home: Tensor, key: Tensor, num_elements: int, dtype: torch.dtype, tr
     root = root_of(unit)
     order = root.orders.now(trains)
     begun = now()
-    started = order.take(store, unit.versions_of(store), start_gathering)
+    is_forward = trains and not torch_private.in_backward()
+    started = order.take(store, unit.versions_of(store), partial(start_gathering, trains=is_forward))
     root.timeline.record("gather", begun, now(), unit.index)
     _flights[started.buffer.data_ptr()] = started.flight
     return started.buffer
 
 
-def start_gathering(store: FlatStore) -> Started:
+def start_gathering(store: FlatStore, *, trains: bool) -> Started:
     """Start gathering a store; the one that a graph asked for, or the one after it."""
     unit, _ = _find(store.anchor)
     mine = store.shard().to(device=store.device, dtype=store.dtype, non_blocking=True)
     buffer = mine.new_empty(store.layout.num_elements)
     number = unit.stores.index(store)
     if unit.gather_log is not None:
-        unit.gather_log.compare(unit, number)
+        unit.gather_log.compare(unit, number, trains=trains)
     flight = start_gather(unit.links.gather, unit.gather_comm, buffer, mine, f"gather of {unit.name}")
     if unit.gather_log is not None:
         unit.gather_log.note(unit, number)

@@ -13,8 +13,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from lockstep.agree.watch import Watch
 from lockstep.engine.casts import MEETING_SECONDS
 from lockstep.errors import Disagreement, rank_table
@@ -69,12 +67,15 @@ class GatherLog:
         self._foresight = foresight_on(process_group)
         self._model = self._foresight.enter(watch)
 
-    def compare(self, unit: Unit, store: int, *, among_keepers: bool = False) -> None:
-        """A gather of one of a unit's stores is about to start; raise on all ranks if theirs is another one."""
+    def compare(self, unit: Unit, store: int, *, trains: bool, among_keepers: bool = False) -> None:
+        """A gather of one of a unit's stores is about to start; raise on all ranks if theirs is another one.
+
+        ``trains`` in a forward whose backward is to come, whether or not it is compiled.
+        """
         if self.meeting is None:
             return
         gather = self._gather(unit, store, among_keepers)
-        if not self._foresight.foresees(gather, trains=torch.is_grad_enabled()):
+        if not self._foresight.foresees(gather, trains=trains):
             name = f"{unit.name}{_shown(unit)}"
             self.meeting.compare(self._num_started, name, self.said() or "none", unit.moment)
 

@@ -84,6 +84,7 @@ class Team:
         self.hooks = HookFeeder(self.step)
         self._is_agreed = False
         self._num_agreements = 0
+        self._num_hooks = 0  # that were to be registered
         self.had_unused = False
         self._other_task: int | None = None  # the last backward that ended in no .grad
         step_guard.watch(self.step)
@@ -127,6 +128,9 @@ class Team:
         was_open = self.step.state is not State.IDLE
         self.step.finalize()
         if was_open and self.step.state is State.IDLE:
+            root = self.units[0].root
+            if root is not None and root.is_recorded:
+                root.free_after_backward()
             self._end_window()
 
     def _plan(self) -> tuple[Plan, list[Slot], list[Load]]:
@@ -187,7 +191,7 @@ class Team:
     def agree_anew(self) -> None:
         """After an error that ranks have met at different places: all of them meet before the next forward."""
         self._is_agreed = False
-        self._num_agreements = 0
+        self._num_agreements = self._num_hooks = 0
 
     def agree(self) -> None:
         """Before the first forward with a new plan: raise on all ranks if they do not train the same parameters.
@@ -289,8 +293,9 @@ class Team:
         """Raise on all ranks if they register different ones, or some none: the group for gathers is made by all."""
         if self.board is None:
             return
-        key = f"a communication hook, reset {self.step.num_resets}"
-        told = self.watch.meet(key, f"register_comm_hook({name})", name, MEETING_SECONDS)
+        self._num_hooks += 1
+        key = f"communication hook {self._num_hooks}, reset {self.step.num_resets}"
+        told = self.watch.meet(key, f"register_comm_hook({name})", name, agreement_timeout())
         if len(set(told.values())) > 1:
             told = self.watch.by_global(told)
             raise errors.Disagreement(

@@ -247,13 +247,14 @@ class Unit:
         for store in self.stores:
             store.follow()  # which gives shards other memory, and that is no change of theirs
         self._versions = [self.versions_of(store) for store in self.stores]
+        trains = torch.is_grad_enabled() and not torch_private.in_backward()
         with torch_private.RecordFunction(f"lockstep::gather {self.name}"):
             for number, store in enumerate(self.stores):
                 if self._start_among_keepers(store, number):
                     continue
                 comm = self.gather_comm or (GroupMemory() if self.uses_group_memory else None)
                 if self.gather_log is not None:
-                    self.gather_log.compare(self, number)
+                    self.gather_log.compare(self, number, trains=trains)
                 store.start(self.links.gather, comm, f"gather of {self.name} ({number})")
                 if self.gather_log is not None:
                     self.gather_log.note(self, number)
@@ -268,7 +269,7 @@ class Unit:
         if not store.has_part:
             return False
         if self.gather_log is not None:
-            self.gather_log.compare(self, number, among_keepers=True)
+            self.gather_log.compare(self, number, trains=False, among_keepers=True)  # in a backward
         store.start_among_keepers(self.links.keepers(self.num_keepers), f"gather of {self.name}")
         if self.gather_log is not None:
             self.gather_log.note(self, number, among_keepers=True)
@@ -286,7 +287,8 @@ class Unit:
         """Its forward has raised, or one around it: whoever goes on finds the shards."""
         self.phase = Phase.IDLE
         self.modules_to_run.clear()
-        if self.is_full and self.gathers_in_backward:
+        is_needed = self.root is not None and self.root.is_recorded  # by the backward of a backward
+        if self.is_full and self.gathers_in_backward and not is_needed:
             self.reshard()
 
     def wait(self) -> None:
