@@ -128,6 +128,9 @@ class WithNames(nn.Module):
     def join(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.plan[0]
 
+    def compile(self, times: int) -> int:  # type: ignore[override]
+        return 2 * times
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.timeline = self._root
         return self.join(self.metrics(self.layer(x))) * self.timeline
@@ -146,6 +149,7 @@ def keep_own_names(how: str) -> None:
     assert_close(whole_gradients(module), gradients(reference), how)
     with module.no_sync():
         called(x).sum().backward()
+    assert module.compile(times=3) == 6
     assert len(module.layer.plan.units) == 1  # a module that has no such name
     assert lockstep.explain(module) is not None
 

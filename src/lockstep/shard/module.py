@@ -321,7 +321,7 @@ class _CalledAsAnyModule(ShardedModule):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile its own call, which is given whole parameters."""
-        if super().compile.__func__ is not nn.Module.compile:  # type: ignore[misc]
+        if getattr(super().compile, "__func__", None) is not nn.Module.compile:  # type: ignore[misc]
             super().compile(*args, **kwargs)  # type: ignore[misc]
             return
         self._compiled_call_impl = torch.compile(super()._call_impl, *args, **kwargs)  # type: ignore[misc]
