@@ -319,12 +319,12 @@ class _CalledAsAnyModule(ShardedModule):
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         return self(*args, **kwargs)
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
+    def compile(self, *args: Any, **kwargs: Any) -> Any:
         """Compile its own call, which is given whole parameters."""
         if getattr(super().compile, "__func__", None) is not nn.Module.compile:  # type: ignore[misc]
-            super().compile(*args, **kwargs)  # type: ignore[misc]
-            return
+            return super().compile(*args, **kwargs)  # type: ignore[misc]
         self._compiled_call_impl = torch.compile(super()._call_impl, *args, **kwargs)  # type: ignore[misc]
+        return None
 
 
 _classes: dict[tuple[type, frozenset[str]], type] = {}
