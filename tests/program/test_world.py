@@ -262,18 +262,20 @@ def train(mode: str, event: Callable[[Scene], None]) -> list[Tensor]:
     reset_python()
     torch.manual_seed(0)
     model = Net()
-    optimizer, patch = torch.optim.Adam(model.parameters(), lr=0.05), pytest.MonkeyPatch()
-    scene = Scene(model=model, loss=Loss(), optimizer=optimizer, patch=patch)
-    step = lockstep.TrainStep(model, scene.optimizer, scene.loss, mode=mode) if mode != "by hand" else None
+    optimizer, loss = torch.optim.Adam(model.parameters(), lr=0.05), Loss()
+    step = lockstep.TrainStep(model, optimizer, loss, mode=mode) if mode != "by hand" else None
     batches = torch.Generator().manual_seed(1)
     losses = []
-    for index in range(8):
-        if index == 4:
-            event(scene)
-        x = torch.randn(8, 4, generator=batches)
-        losses.append(by_hand(scene, x) if step is None else step(x))
-    patch.undo()
-    reset_python()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            scene = Scene(model=model, loss=loss, optimizer=optimizer, patch=patch)
+            for index in range(8):
+                if index == 4:
+                    event(scene)
+                x = torch.randn(8, 4, generator=batches)
+                losses.append(by_hand(scene, x) if step is None else step(x))
+    finally:
+        reset_python()
     if mode == "graph":
         assert step is not None
         assert step.explain().num_program_calls >= 3  # it was a program before
@@ -337,3 +339,16 @@ def test_parameters_that_a_program_would_hold(stays: bool, uncompiled: None) -> 
     assert explained.num_program_calls == 2
     words = "2.weight came to the model after the step was made" if stays else "not, or no longer, the model's"
     assert words in " ".join(explained.reasons)
+
+
+def test_all_modules_of_a_model_are_looked_at_however_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.program.world._MOST_LOOKS", 5)
+    model = nn.Sequential(*(nn.Sequential(nn.Identity()) for _ in range(50)), Net())
+    world = World(model, Loss())
+    before = world.values()
+    model[49][0].register_forward_hook(lambda *_: None)
+    with_hook = world.values()
+    assert with_hook != before
+    model[50].step = 2.0
+    assert world.values() != with_hook
+    assert not world._waiting  # it would keep alive what it does not look at

@@ -27,7 +27,7 @@ from lockstep.shard import ShardedModule
 _PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None)))
 _EXACT = frozenset((int, str, bytes, type(None)))  # those that equal the same value only
 _MOST_DEPTH = 8
-_MOST_LOOKS = 20_000  # what lies further away than so many containers is data
+_MOST_LOOKS = 20_000  # besides the model's own modules; what lies further away than so many containers is data
 _MOST_WALKED = 256  # entries of a container; of a longer one they are compared, and not walked into
 _MOST_ENTRIES = 4096  # a still longer one is data, and compared by identity
 _STRUCTURE = (
@@ -54,13 +54,19 @@ class World:
         self._tensors: list[tuple[weakref.ref[Tensor], str]] = []  # held by the program alone, and freed with it
         self._modules: dict[int, tuple[types.ModuleType, set[str]]] = {}  # and what is named of each
         self._names: set[str] = set()  # of methods of tensors that the program may call
-        self._waiting = deque([(root, 0, "") for root in self._roots])
-        while self._waiting and len(self._looks) < _MOST_LOOKS:
+        self._waiting: deque[tuple[Any, int, str]] = deque()
+        for root in self._roots:
+            for module in root.modules() if isinstance(root, nn.Module) else ():  # of these there may be any number
+                self._walk(module, 0, "")
+        most = len(self._looks) + _MOST_LOOKS
+        self._waiting.extendleft([(root, 0, "") for root in reversed(self._roots)])
+        while self._waiting and len(self._looks) < most:
             self._walk(*self._waiting.popleft())
-        for module, names in self._modules.values():
-            look = _of_library if _is_library(module.__name__) else _of_module
-            self._looks.append(partial(look, module, tuple(sorted(names))))
-            self._labels.append(module.__name__)
+        self._waiting.clear()
+        for holder, names in self._modules.values():
+            look = _of_library if _is_library(holder.__name__) else _of_module
+            self._looks.append(partial(look, holder, tuple(sorted(names))))
+            self._labels.append(holder.__name__)
         self._looks.append(partial(_of_library, Tensor, tuple(sorted(self._names))))
         self._labels.append("torch.Tensor")
         self._now = self._read()
