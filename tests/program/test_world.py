@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -24,6 +25,9 @@ step = 1.0  # the name of an attribute of the model, too
 numbers = ModuleType("numbers_of_a_test")
 array = numpy.ones(3)
 variable: ContextVar[float] = ContextVar("variable", default=1.0)
+
+
+logger = logging.getLogger("lockstep.test_of_worlds")
 
 
 class Settings:
@@ -352,3 +356,74 @@ def test_all_modules_of_a_model_are_looked_at_however_many(monkeypatch: pytest.M
     model[50].step = 2.0
     assert world.values() != with_hook
     assert not world._waiting  # it would keep alive what it does not look at
+
+
+class Bar:
+    """As a progress bar is, which counts the steps."""
+
+    def __init__(self) -> None:
+        self.n, self.past = 0, {"seconds": [0.0]}
+
+
+Bar.__module__ = "tqdm.std"
+
+
+class Told(logging.LoggerAdapter):  # type: ignore[type-arg]
+    scale = 1.0
+
+
+class Talking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bar, self.told = nn.Linear(4, 1), Bar(), Told(logger, {})
+        self.say = logger.isEnabledFor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.say(logging.DEBUG):
+            logger.debug("%d", self.bar.n)
+        return self.linear(x) * self.told.scale  # type: ignore[no-any-return]
+
+
+def loss_that_talks(model: nn.Module, x: Tensor) -> Tensor:
+    logger.info("a step")
+    return model(x).square().mean()  # type: ignore[no-any-return]
+
+
+def test_loggers_and_counters_are_not_looked_into(uncompiled: None) -> None:
+    for index in range(300):
+        logging.getLogger(f"lockstep.test_of_worlds.{index}")
+    model = Talking()
+    step = lockstep.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_that_talks, mode="graph")
+    for index in range(8):
+        step(torch.ones(2, 4))
+        model.bar.n += 1
+        model.bar.past["seconds"].append(1.0)
+        logging.getLogger(f"lockstep.test_of_worlds.{index}").isEnabledFor(11 + index)
+        logger.isEnabledFor(11 + index)  # kept by the logger from now on
+    explained = step.explain()
+    assert explained.num_program_calls == 7, explained.reasons
+    model.told.scale = 3.0  # of the program's own kind of one, what it has itself is seen
+    step(torch.ones(2, 4))
+    assert step.explain().num_program_calls == 7
+
+
+def test_a_library_is_looked_into_less_deep_than_configurations() -> None:
+    class Client:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+    class ClientConfig(Client):
+        pass
+
+    def change_is_seen(kind: type) -> bool:
+        deep = {"alpha": 1.0}
+        held = SimpleNamespace(held=kind([[[deep]]]))
+        world = World(nn.Identity(), lambda model, x: held)
+        before = world.values()
+        deep["alpha"] = 2.0
+        return world.values() != before
+
+    assert change_is_seen(Client)
+    Client.__module__ = ClientConfig.__module__ = "numpy.of_a_test"
+    assert not change_is_seen(Client)
+    assert change_is_seen(ClientConfig)

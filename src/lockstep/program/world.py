@@ -14,13 +14,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from lockstep.program.batch import exact
 from lockstep.program.code import modules_of, reads_of
+from lockstep.program.libraries import NOT_LOOKED_INTO, depth_left, is_library, root_of
 from lockstep.program.moving import place_look
 from lockstep.shard import ShardedModule
 
@@ -64,7 +65,7 @@ class World:
             self._walk(*self._waiting.popleft())
         self._waiting.clear()
         for holder, names in self._modules.values():
-            look = _of_library if _is_library(holder.__name__) else _of_module
+            look = _of_library if is_library(holder.__name__) else _of_module
             self._looks.append(partial(look, holder, tuple(sorted(names))))
             self._labels.append(holder.__name__)
         self._looks.append(partial(_of_library, Tensor, tuple(sorted(self._names))))
@@ -113,6 +114,10 @@ class World:
         if id(value) in self._seen:
             return
         self._seen.add(id(value))
+        if not isinstance(value, nn.Module):
+            depth = _MOST_DEPTH - depth_left(value, _MOST_DEPTH - depth)
+            if depth > _MOST_DEPTH:
+                return
         label = (
             type(value).__name__ if isinstance(value, nn.Module) or not around else f"{around}: {type(value).__name__}"
         )
@@ -127,7 +132,7 @@ class World:
             self._names.update([name for name in names if hasattr(Tensor, name)])
             for module in modules_of(value):
                 self._name(module, names, depth + 1, label)
-        elif isinstance(value, type) and issubclass(value, nn.Module) and _is_library(value.__module__):
+        elif isinstance(value, type) and issubclass(value, nn.Module) and is_library(value.__module__):
             self._name_of_library(value)
 
     def _name(self, module: types.ModuleType, names: Iterable[str], depth: int, label: str) -> None:
@@ -139,7 +144,7 @@ class World:
             value = vars(module).get(name)
             if isinstance(value, types.ModuleType):
                 self._name(value, names, depth, label)
-            elif not _is_library(module.__name__):
+            elif not is_library(module.__name__):
                 self._waiting.append((value, depth, label))
 
     def _name_of_library(self, kind: type) -> None:
@@ -161,10 +166,10 @@ def _known_by(value: Any) -> Hashable:
 def _containers(value: Any) -> Iterator[tuple[_Look, list[Any]]]:
     """Ways to look into ``value``, each with what is in there now."""
     if isinstance(value, type):
-        if _root(value.__module__) not in _NOT_LOOKED_INTO:
+        if root_of(value.__module__) not in NOT_LOOKED_INTO:
             look = partial(_of_class, value)
             yield look, look()
-        if issubclass(value, nn.Module) and _is_library(value.__module__):
+        if issubclass(value, nn.Module) and is_library(value.__module__):
             yield partial(_functions_of, value), []
     elif isinstance(value, nn.Module):
         yield partial(_structure_of, vars(value)), [*value._modules.values(), *value._buffers.values()]
@@ -209,30 +214,15 @@ def _containers(value: Any) -> Iterator[tuple[_Look, list[Any]]]:
         yield list, list(type(value).__mro__)
 
 
-# Of these no class is changed by a program.
-_NOT_LOOKED_INTO = frozenset(("torch", "lockstep", "numpy", "_thread")) | sys.stdlib_module_names
-
-
-def _root(name: str | None) -> str:
-    return (name or "builtins").partition(".")[0]
-
-
-@cache
-def _is_library(name: str | None) -> bool:
-    """Whether a module is installed, and not of the program itself."""
-    path = getattr(sys.modules.get(name or ""), "__file__", None) or ""
-    return _root(name) in _NOT_LOOKED_INTO or "site-packages" in path or "dist-packages" in path
-
-
 def _of_class(kind: type) -> list[Any]:
     """What a class holds; of one that is installed only its values, since its functions are many."""
-    is_library = _is_library(kind.__module__)
+    is_installed = is_library(kind.__module__)
     return [
         value
         for name, value in vars(kind).items()
         if (not name.startswith("__") or _is_operator(name, value))
         and not isinstance(value, (types.MemberDescriptorType, types.GetSetDescriptorType))
-        and not (is_library and (callable(value) or hasattr(value, "__get__")))
+        and not (is_installed and (callable(value) or hasattr(value, "__get__")))
     ]
 
 
@@ -273,7 +263,7 @@ def _slots_of(kind: type) -> tuple[str, ...]:
     found: list[str] = []
     for base in kind.__mro__:
         slots = vars(base).get("__slots__", ())
-        if _root(base.__module__) not in _NOT_LOOKED_INTO:
+        if root_of(base.__module__) not in NOT_LOOKED_INTO:
             found += [slots] if isinstance(slots, str) else list(slots)
     return tuple(found)
 
