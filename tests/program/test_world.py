@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import ModuleType, SimpleNamespace
@@ -65,7 +66,7 @@ class Net(nn.Module):
         self.table = {"beta": 1.0}
         self.scales = [1.0]
         self._hidden = [{"theta": 1.0}]
-        self.long = [1.0] * 1000
+        self.long = dict.fromkeys(range(1000), 1.0)
         self.step = 1.0
 
     def scaled(self, y: Tensor) -> Tensor:
@@ -427,3 +428,44 @@ def test_a_library_is_looked_into_less_deep_than_configurations() -> None:
     Client.__module__ = ClientConfig.__module__ = "numpy.of_a_test"
     assert not change_is_seen(Client)
     assert change_is_seen(ClientConfig)
+
+
+@pytest.mark.parametrize("kind", [list, deque])
+def test_a_long_history_is_data(kind: Any, uncompiled: None) -> None:
+    model, history = nn.Linear(4, 1), kind([0.0] * 300)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean() * (len(history) > 0)  # type: ignore[no-any-return]
+
+    step = lockstep.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, mode="graph")
+    for _ in range(4):
+        history.append(float(step(torch.ones(2, 4))))
+    assert step.explain().num_program_calls == 3
+
+
+def test_there_is_a_limit_to_all_that_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = [dict.fromkeys(range(100), 1.0) for _ in range(10)]
+    model = Net()
+
+    def num_compared() -> int:
+        values: Any = World(model, lambda model, x: tables).values()
+        return sum(map(len, values))
+
+    all_of_them = num_compared()
+    monkeypatch.setattr("lockstep.program.world._MOST_COMPARED", 600)
+    assert num_compared() < all_of_them - 500
+    world = World(model, lambda model, x: tables)
+    before = world.values()
+    model.step = 2.0
+    assert world.values() != before
+
+
+def test_names_that_a_library_does_not_have_are_not_looked_up() -> None:
+    world = World(Net(), Loss())
+    looks: Any = [look for look in world._looks if getattr(look, "args", None)]
+    named = [look.args for look in looks if isinstance(look.args[0], ModuleType)]
+    names = {module.__name__: tuple(known) for module, known in named}
+    assert "tanh" in names["torch"]
+    assert "sqrt" in names["math"]
+    assert "by_keyword" not in names["torch"]
+    assert all(hasattr(math, name) for name in names["math"])

@@ -29,8 +29,9 @@ _PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None)))
 _EXACT = frozenset((int, str, bytes, type(None)))  # those that equal the same value only
 _MOST_DEPTH = 8
 _MOST_LOOKS = 20_000  # besides the model's own modules; what lies further away than so many containers is data
-_MOST_WALKED = 256  # entries of a container; of a longer one they are compared, and not walked into
-_MOST_ENTRIES = 4096  # a still longer one is data, and compared by identity
+_MOST_WALKED = 256  # entries of a container; of a longer tuple or dict they are compared, and not walked into
+_MOST_ENTRIES = 4096  # a still longer one, and any longer list (a history of losses), is data: compared by identity
+_MOST_COMPARED = 50_000  # entries of all containers, besides what the model's own modules hold
 _STRUCTURE = (
     *("_parameters", "_buffers", "_modules"),
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
@@ -38,6 +39,7 @@ _STRUCTURE = (
 # What every module has; the rest of its attributes are the program's, also those with a name like _this.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _MOST_BYTES = 4096  # of an array: a larger one is data
+_LONG = (dict, tuple, types.MappingProxyType)
 _Look = Callable[[], Any]
 
 
@@ -54,6 +56,7 @@ class World:
         self._labels: list[str] = []
         self._tensors: list[tuple[weakref.ref[Tensor], str]] = []  # held by the program alone, and freed with it
         self._modules: dict[int, tuple[types.ModuleType, set[str]]] = {}  # and what is named of each
+        self._num_compared = 0  # entries of containers
         self._names: set[str] = set()  # of methods of tensors that the program may call
         self._waiting: deque[tuple[Any, int, str]] = deque()
         for root in self._roots:
@@ -65,8 +68,9 @@ class World:
             self._walk(*self._waiting.popleft())
         self._waiting.clear()
         for holder, names in self._modules.values():
-            look = _of_library if is_library(holder.__name__) else _of_module
-            self._looks.append(partial(look, holder, tuple(sorted(names))))
+            is_installed = is_library(holder.__name__)
+            known = [name for name in sorted(names) if name in vars(holder) or not is_installed]
+            self._looks.append(partial(_of_library if is_installed else _of_module, holder, tuple(known)))
             self._labels.append(holder.__name__)
         self._looks.append(partial(_of_library, Tensor, tuple(sorted(self._names))))
         self._labels.append("torch.Tensor")
@@ -123,6 +127,10 @@ class World:
         )
         for look, inner in _containers(value):
             if look is not list:  # what is only passed through cannot change
+                is_module = isinstance(value, nn.Module)
+                self._num_compared += 0 if is_module else len(look())
+                if self._num_compared > _MOST_COMPARED and not is_module:
+                    continue  # data: known by identity to whoever holds it
                 self._looks.append(look)
                 self._labels.append(label)
             further = depth if isinstance(value, (nn.Module, type)) else depth + 1
@@ -197,7 +205,7 @@ def _containers(value: Any) -> Iterator[tuple[_Look, list[Any]]]:
         look = partial(_of_variable, value)
         yield look, look()
     elif isinstance(value, (dict, list, tuple, set, deque, types.MappingProxyType)):
-        if len(value) <= _MOST_ENTRIES:
+        if len(value) <= (_MOST_ENTRIES if isinstance(value, _LONG) else _MOST_WALKED):
             look = partial(_items, value)
             yield look, look() if len(value) <= _MOST_WALKED else []
     elif (place := place_look(value)) is not None:
