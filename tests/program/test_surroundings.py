@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
+from lockstep.program.randomness import Draws, HostRandomness
 from program.loops import Dropping, Mlp, batch_of
 
 NUM_STEPS = 8
@@ -354,3 +355,19 @@ def test_a_step_is_not_copied(mode: str) -> None:
     for how in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="neither copied nor pickled"):
             how(step)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_without_dropout_draws_nothing(dropout: float) -> None:
+    operator = torch.ops.aten._scaled_dot_product_flash_attention.default
+    assert torch.Tag.nondeterministic_seeded in operator.tags
+    q = torch.ones(1, 1, 2, 4)
+    with torch.random.fork_rng(devices=[]):
+        host = HostRandomness(elsewhere=True)
+        draws = Draws(torch.device("cpu"))
+        draws.before(operator, (q, q, q, dropout), {})
+        torch.manual_seed(5)  # as a checkpoint sets numbers back
+        draws.before(operator, (q, q, q), {"dropout_p": dropout})
+        host.restore()
+    assert draws._draws is (dropout > 0)
+    assert draws._is_moved is (dropout > 0)
