@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
+from lockstep.program.guards import Surroundings
+from lockstep.program.randomness import Draws, HostRandomness
 from program.loops import Dropping, Mlp, batch_of
 
 NUM_STEPS = 8
@@ -354,3 +356,46 @@ def test_a_step_is_not_copied(mode: str) -> None:
     for how in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="neither copied nor pickled"):
             how(step)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_without_dropout_draws_nothing(dropout: float) -> None:
+    operator = torch.ops.aten._scaled_dot_product_flash_attention.default
+    assert torch.Tag.nondeterministic_seeded in operator.tags
+    q = torch.ones(1, 1, 2, 4)
+    with torch.random.fork_rng(devices=[]):
+        host = HostRandomness(elsewhere=True)
+        draws = Draws(torch.device("cpu"))
+        draws.before(operator, (q, q, q, dropout), {})
+        torch.manual_seed(5)  # as a checkpoint sets numbers back
+        draws.before(operator, (q, q, q), {"dropout_p": dropout})
+        host.restore()
+    assert draws._draws is (dropout > 0)
+    assert draws._is_moved is (dropout > 0)
+
+
+def test_where_no_step_can_be_a_program_python_is_not_looked_at(
+    uncompiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.num = nn.Linear(4, 1), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.num += 1
+            return self.linear(x) * self.num  # type: ignore[no-any-return]
+
+    model = Counting()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    step = lockstep.TrainStep(model, optimizer, lambda m, x: m(x).square().mean(), mode="graph")
+    for _ in range(3):
+        step(torch.ones(2, 4))
+    looks: list[int] = []
+    values = Surroundings.values
+    monkeypatch.setattr(Surroundings, "values", lambda self: looks.append(1) or values(self))
+    for _ in range(3):
+        step(torch.ones(2, 4))
+    assert not looks
+    assert model.num == 6
+    assert "changes a number in Python: num" in " ".join(step.explain().reasons)

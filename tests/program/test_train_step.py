@@ -252,3 +252,38 @@ def test_a_step_in_the_middle_of_anothers_micro_batches_is_an_error(mode: str, u
     del first  # one that is gone is in nobody's way
     gc.collect()
     second(batch_of(0))
+
+
+def test_a_step_that_nobody_has_any_more_is_in_nobodys_way() -> None:
+    model = nn.Linear(6, 4)
+
+    def made(accumulate: int) -> lockstep.TrainStep:
+        return lockstep.TrainStep(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, accumulate=accumulate, mode="loop"
+        )
+
+    gc.disable()
+    try:
+        first = made(2)
+        first(batch_of(0))
+        first.itself = first  # type: ignore[attr-defined]  # not freed before it is collected
+        del first
+        made(1)(batch_of(1))
+    finally:
+        gc.enable()
+
+
+def test_steps_that_share_what_is_frozen_may_take_turns() -> None:
+    frozen = nn.Linear(6, 4).requires_grad_(False)
+    steps = []
+    for _ in range(2):
+        model = nn.Sequential(frozen, nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        steps.append(lockstep.TrainStep(model, optimizer, loss_of, accumulate=2, mode="loop"))
+    for index in range(4):
+        steps[index % 2](batch_of(index))
+    assert [step.num_updates for step in steps] == [1, 1]
+    frozen.requires_grad_(True)
+    steps[0](batch_of(0))
+    with pytest.raises(RuntimeError, match=r"the gradients of 0\.weight and others"):
+        steps[1](batch_of(0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import partial
 from typing import Any
 
@@ -80,3 +82,43 @@ def test_what_changes_in_every_step_is_not_compiled_for_ever(eager: None, monkey
         handle.remove()
     assert calls == [0, 1, 2, 3]
     assert "change from step to step" in " ".join(step.explain().reasons)
+
+
+def test_changes_that_lie_far_apart_are_none_from_step_to_step(eager: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unguarded, "_MOST_CHANGES", 1)
+    monkeypatch.setattr(unguarded, "_QUIET_STEPS", 2)
+    model = Model()
+    step = lockstep.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, mode="compiled")
+    calls: list[int] = []
+    for index in range(9):
+        if index % 3 == 0:
+            model.register_forward_hook(lambda *_, i=index: calls.append(i))  # type: ignore[misc]
+        step(batch_of(index))
+    assert len(calls) == 3 + 6 + 9
+    assert not step.explain().reasons
+
+
+def test_a_module_that_came_later_is_looked_at_too() -> None:
+    model = Model()
+    found = unguarded.Unguarded(model)
+    model.inner = Inner()
+    found.has_changed()
+    assert not found.has_changed()
+    model.inner.register_forward_hook(lambda *given: given[-1] * 2)
+    assert found.has_changed()
+    assert not found.has_changed()
+
+
+def test_classes_that_were_looked_at_are_freed() -> None:
+    class Local(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            super().extra_repr()
+            return x
+
+    model = Local()
+    unguarded.Unguarded(model).has_changed()
+    assert Local in unguarded._methods
+    gone = weakref.ref(Local)
+    del Local, model
+    gc.collect()
+    assert gone() is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import ModuleType, SimpleNamespace
@@ -24,6 +26,9 @@ step = 1.0  # the name of an attribute of the model, too
 numbers = ModuleType("numbers_of_a_test")
 array = numpy.ones(3)
 variable: ContextVar[float] = ContextVar("variable", default=1.0)
+
+
+logger = logging.getLogger("lockstep.test_of_worlds")
 
 
 class Settings:
@@ -61,7 +66,7 @@ class Net(nn.Module):
         self.table = {"beta": 1.0}
         self.scales = [1.0]
         self._hidden = [{"theta": 1.0}]
-        self.long = [1.0] * 1000
+        self.long = dict.fromkeys(range(1000), 1.0)
         self.step = 1.0
 
     def scaled(self, y: Tensor) -> Tensor:
@@ -262,18 +267,20 @@ def train(mode: str, event: Callable[[Scene], None]) -> list[Tensor]:
     reset_python()
     torch.manual_seed(0)
     model = Net()
-    optimizer, patch = torch.optim.Adam(model.parameters(), lr=0.05), pytest.MonkeyPatch()
-    scene = Scene(model=model, loss=Loss(), optimizer=optimizer, patch=patch)
-    step = lockstep.TrainStep(model, scene.optimizer, scene.loss, mode=mode) if mode != "by hand" else None
+    optimizer, loss = torch.optim.Adam(model.parameters(), lr=0.05), Loss()
+    step = lockstep.TrainStep(model, optimizer, loss, mode=mode) if mode != "by hand" else None
     batches = torch.Generator().manual_seed(1)
     losses = []
-    for index in range(8):
-        if index == 4:
-            event(scene)
-        x = torch.randn(8, 4, generator=batches)
-        losses.append(by_hand(scene, x) if step is None else step(x))
-    patch.undo()
-    reset_python()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            scene = Scene(model=model, loss=loss, optimizer=optimizer, patch=patch)
+            for index in range(8):
+                if index == 4:
+                    event(scene)
+                x = torch.randn(8, 4, generator=batches)
+                losses.append(by_hand(scene, x) if step is None else step(x))
+    finally:
+        reset_python()
     if mode == "graph":
         assert step is not None
         assert step.explain().num_program_calls >= 3  # it was a program before
@@ -337,3 +344,128 @@ def test_parameters_that_a_program_would_hold(stays: bool, uncompiled: None) -> 
     assert explained.num_program_calls == 2
     words = "2.weight came to the model after the step was made" if stays else "not, or no longer, the model's"
     assert words in " ".join(explained.reasons)
+
+
+def test_all_modules_of_a_model_are_looked_at_however_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.program.world._MOST_LOOKS", 5)
+    model = nn.Sequential(*(nn.Sequential(nn.Identity()) for _ in range(50)), Net())
+    world = World(model, Loss())
+    before = world.values()
+    model[49][0].register_forward_hook(lambda *_: None)
+    with_hook = world.values()
+    assert with_hook != before
+    model[50].step = 2.0
+    assert world.values() != with_hook
+    assert not world._waiting  # it would keep alive what it does not look at
+
+
+class Bar:
+    """As a progress bar is, which counts the steps."""
+
+    def __init__(self) -> None:
+        self.n, self.past = 0, {"seconds": [0.0]}
+
+
+Bar.__module__ = "tqdm.std"
+
+
+class Told(logging.LoggerAdapter):  # type: ignore[type-arg]
+    scale = 1.0
+
+
+class Talking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bar, self.told = nn.Linear(4, 1), Bar(), Told(logger, {})
+        self.say = logger.isEnabledFor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.say(logging.DEBUG):
+            logger.debug("%d", self.bar.n)
+        return self.linear(x) * self.told.scale  # type: ignore[no-any-return]
+
+
+def loss_that_talks(model: nn.Module, x: Tensor) -> Tensor:
+    logger.info("a step")
+    return model(x).square().mean()  # type: ignore[no-any-return]
+
+
+def test_loggers_and_counters_are_not_looked_into(uncompiled: None) -> None:
+    for index in range(300):
+        logging.getLogger(f"lockstep.test_of_worlds.{index}")
+    model = Talking()
+    step = lockstep.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_that_talks, mode="graph")
+    for index in range(8):
+        step(torch.ones(2, 4))
+        model.bar.n += 1
+        model.bar.past["seconds"].append(1.0)
+        logging.getLogger(f"lockstep.test_of_worlds.{index}").isEnabledFor(11 + index)
+        logger.isEnabledFor(11 + index)  # kept by the logger from now on
+    explained = step.explain()
+    assert explained.num_program_calls == 7, explained.reasons
+    model.told.scale = 3.0  # of the program's own kind of one, what it has itself is seen
+    step(torch.ones(2, 4))
+    assert step.explain().num_program_calls == 7
+
+
+def test_a_library_is_looked_into_less_deep_than_configurations() -> None:
+    class Client:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+    class ClientConfig(Client):
+        pass
+
+    def change_is_seen(kind: type) -> bool:
+        deep = {"alpha": 1.0}
+        held = SimpleNamespace(held=kind([[[deep]]]))
+        world = World(nn.Identity(), lambda model, x: held)
+        before = world.values()
+        deep["alpha"] = 2.0
+        return world.values() != before
+
+    assert change_is_seen(Client)
+    Client.__module__ = ClientConfig.__module__ = "numpy.of_a_test"
+    assert not change_is_seen(Client)
+    assert change_is_seen(ClientConfig)
+
+
+@pytest.mark.parametrize("kind", [list, deque])
+def test_a_long_history_is_data(kind: Any, uncompiled: None) -> None:
+    model, history = nn.Linear(4, 1), kind([0.0] * 300)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean() * (len(history) > 0)  # type: ignore[no-any-return]
+
+    step = lockstep.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, mode="graph")
+    for _ in range(4):
+        history.append(float(step(torch.ones(2, 4))))
+    assert step.explain().num_program_calls == 3
+
+
+def test_there_is_a_limit_to_all_that_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = [dict.fromkeys(range(100), 1.0) for _ in range(10)]
+    model = Net()
+
+    def num_compared() -> int:
+        values: Any = World(model, lambda model, x: tables).values()
+        return sum(map(len, values))
+
+    all_of_them = num_compared()
+    monkeypatch.setattr("lockstep.program.world._MOST_COMPARED", 600)
+    assert num_compared() < all_of_them - 500
+    world = World(model, lambda model, x: tables)
+    before = world.values()
+    model.step = 2.0
+    assert world.values() != before
+
+
+def test_names_that_a_library_does_not_have_are_not_looked_up() -> None:
+    world = World(Net(), Loss())
+    looks: Any = [look for look in world._looks if getattr(look, "args", None)]
+    named = [look.args for look in looks if isinstance(look.args[0], ModuleType)]
+    names = {module.__name__: tuple(known) for module, known in named}
+    assert "tanh" in names["torch"]
+    assert "sqrt" in names["math"]
+    assert "by_keyword" not in names["torch"]
+    assert all(hasattr(math, name) for name in names["math"])

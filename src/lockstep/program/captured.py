@@ -71,9 +71,9 @@ class Captured:
         self._machine = machine
         self._record = record
         self._programs: dict[Kind, Program] = {}
-        self._seen: Counter[Hashable] = Counter()
-        self._waits: dict[Hashable, list[str]] = {}
-        self._refused: dict[Hashable, str] = {}
+        self._seen: Counter[int] = Counter()  # by hash, as those below: a kind holds all that Python held
+        self._waits: dict[int, list[str]] = {}
+        self._refused: dict[int, str] = {}
         self._never = ""  # why no step at all can be captured
         self._has_changed = False  # its surroundings, in the last step of the loop
         self._surroundings = Surroundings(recipe)
@@ -100,7 +100,7 @@ class Captured:
             self._take_edits()
         key = self._key(batch, index, is_last)
         program = self._programs.get(key)
-        restless = self._restless.look(key, batch, is_new=program is None and not self._seen[key])
+        restless = self._restless.look(key, batch, is_new=program is None and not self._seen[hash(key)])
         if restless and not self._never:
             self._record.fall_back(restless)
         is_other = self._trained.has_changed(self._recipe.parameters, index) or self._surroundings.forbid(self._record)
@@ -147,14 +147,14 @@ class Captured:
     # ---------------------------------------------------------------- whether
 
     def _may_capture(self, key: Kind, batch: Batch) -> bool:
-        if self._never or key in self._refused or self._seen[key] < WARMUP_CALLS:
+        if self._never or hash(key) in self._refused or self._seen[hash(key)] < WARMUP_CALLS:
             return False
         if batch.opaque:
             return self._refuse(key, f"the batch holds a {batch.opaque}, which may be another one in each step")
         if any(t.requires_grad for t in batch.tensors):
             return self._refuse(key, "the batch holds a tensor that needs a gradient")
-        if self._waits.get(key):
-            places = ", ".join(dict.fromkeys(self._waits[key]))
+        if waits := self._waits.get(hash(key)):
+            places = ", ".join(dict.fromkeys(waits))
             return self._refuse(key, f"the step waits for the GPU at {places}")
         python_state = keeps_python_state(self._recipe.options.optimizers)
         if python_state:
@@ -174,7 +174,7 @@ class Captured:
         return True
 
     def _refuse(self, key: Hashable, reason: str, warn: bool = False) -> bool:
-        self._refused[key] = reason
+        self._refused[hash(key)] = reason
         self._record.fall_back(reason, warn=warn)
         return False
 
@@ -193,18 +193,18 @@ class Captured:
     # ---------------------------------------------------------------- the loop
 
     def _loop(self, tree: Any, index: int, is_last: bool, key: Hashable) -> Any:
-        self._seen[key] += 1
+        self._seen[hash(key)] += 1
         recipe = self._recipe
         if not self._streams_are_ready:
             self._renew_accumulators()
         # The last one before a capture shows where the host would wait, which in a capture would be an error.
-        looks = self._seen[key] == WARMUP_CALLS and key not in self._refused
+        looks = self._seen[hash(key)] == WARMUP_CALLS and hash(key) not in self._refused
         before = self._surroundings.values()
         with self._machine.aside():
             if looks:
                 with self._machine.noting_waits() as places:
                     result = self._walk(recipe.moved(tree), index, is_last)
-                self._waits[key] = places
+                self._waits[hash(key)] = places
             else:
                 result = self._walk(recipe.moved(tree), index, is_last)
         self._current = None

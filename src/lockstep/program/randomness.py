@@ -67,6 +67,8 @@ class Draws:
         """Look at the generator as the trace comes to an operator; returns what to give it, without the default one."""
         if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
             return args, kwargs
+        if _drops_nothing(operator, args, kwargs):
+            return args, kwargs
         self._draws = True
         self._is_moved = self._is_moved or torch.default_generator.initial_seed() != self._seed
         self._seed += 1
@@ -104,3 +106,13 @@ class Draws:
             return ""
         how = seeded[0] if seeded else "a method of the generator"
         return f"random numbers are set back inside of it ({how}), as a checkpoint does around layers that draw some"
+
+
+def _drops_nothing(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether it is an attention without dropout, which draws nothing though it is marked as one that does."""
+    schema = getattr(operator, "_schema", None)
+    for place, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else argument.default_value
+            return bool(kwargs.get("dropout_p", given) == 0.0)
+    return False

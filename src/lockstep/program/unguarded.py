@@ -20,30 +20,40 @@ from lockstep.program.record import Record
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _MOST_CHANGES = 8  # after which nothing is compiled any more
+_QUIET_STEPS = 20  # in a row, without a change: those before count no longer
 
 
 # By class, as it was when something of it was last compiled here: all steps of a process share what is compiled of it.
-_methods: weakref.WeakKeyDictionary[type, list[Any]] = weakref.WeakKeyDictionary()
+# A method may hold its class (``super()``), and would keep it here for ever.
+_methods: weakref.WeakKeyDictionary[type, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 
 
 class Unguarded:
     """The hooks of a model's modules, and the methods of their classes."""
 
     def __init__(self, model: nn.Module) -> None:
-        modules = list(model.modules())
+        self._model = model
+        self._list(list(model.modules()))
+        self._hooks = self._hooks_now()
+
+    def _list(self, modules: list[nn.Module]) -> None:
+        self._modules = modules
         self._entries = [vars(module) for module in modules]
         self._classes = list({kind: None for module in modules for kind in type(module).__mro__ if kind is not object})
-        self._hooks = self._hooks_now()
 
     def has_changed(self) -> bool:
         """Whether any of them is another one than when this was asked the last time."""
+        modules = list(self._model.modules())
+        if not _are_same(self._modules, modules):
+            self._list(modules)
         before, self._hooks = self._hooks, self._hooks_now()
         is_changed = not _are_same(before, self._hooks)
         for kind in self._classes:
             now = [value for value in vars(kind).values() if isinstance(value, types.FunctionType)]
-            if not _are_same(_methods.setdefault(kind, now), now):
-                _methods[kind] = now
-                is_changed = True
+            known = _methods.get(kind)
+            if known is None or not _are_same([method() for method in known], now):
+                _methods[kind] = list(map(weakref.ref, now))
+                is_changed = is_changed or known is not None
         return is_changed
 
     def _hooks_now(self) -> list[Any]:
@@ -63,11 +73,16 @@ class Compiled:
         self._unguarded = Unguarded(model)
         self._record = record
         self._num_changes = 0
+        self._num_quiet = 0  # steps since the last of them
         self._compute = self._compiled()
 
     def __call__(self, batch: Any) -> Any:
+        if self._compute is self._plain:
+            return self._plain(batch)
         if self._unguarded.has_changed():
             self._compile_anew()
+        else:
+            self._num_quiet += 1
         return self._compute(batch)
 
     def _compiled(self) -> Callable[[Any], Any]:
@@ -76,7 +91,8 @@ class Compiled:
         return compiled
 
     def _compile_anew(self) -> None:
-        self._num_changes += 1
+        self._num_changes = 1 if self._num_quiet >= _QUIET_STEPS else self._num_changes + 1
+        self._num_quiet = 0
         if self._num_changes > _MOST_CHANGES:
             self._record.fall_back("hooks of modules, or methods of their classes, change from step to step")
             self._compute = self._plain

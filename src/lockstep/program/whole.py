@@ -61,8 +61,8 @@ class Whole:
         self._together = together
         self._record = record
         self._programs: dict[Kind, GraphProgram] = {}
-        self._seen: Counter[Hashable] = Counter()
-        self._refused: set[Hashable] = set()
+        self._seen: Counter[int] = Counter()  # by hash: a kind holds all that Python held
+        self._refused: set[int] = set()
         self._never = ""  # why no step at all can be a program
         self._has_changed = False  # its surroundings, in the last step of the loop
         self._surroundings = Surroundings(recipe)
@@ -123,10 +123,14 @@ class Whole:
         if index == 0:
             self._sizes.settle()
         is_kept = self._is_kept_from_it()
+        if self._never and not self._programs:  # what Python holds does not matter any more
+            self._trained.has_changed(recipe.parameters, index)
+            self._together.all_can(False, index)
+            return self._loop(tree, index, is_last, None)
         batch = Batch.of(tree)
         key = self._key(batch, index, is_last)
         found = self._programs.get(key)
-        restless = self._restless.look(key, batch, is_new=found is None and not self._seen[key])
+        restless = self._restless.look(key, batch, is_new=found is None and not self._seen[hash(key)])
         if restless and not self._never:
             self._record.fall_back(restless)
         is_other = self._trained.has_changed(recipe.parameters, index) or is_kept
@@ -184,7 +188,7 @@ class Whole:
         return Kind((index == 0, is_last), batch.key, around, baked, trains(recipe.parameters), amp, units)
 
     def _may_trace(self, key: Kind, batch: Batch) -> bool:
-        if self._never or key in self._refused or self._seen[key] < WARMUP_CALLS:
+        if self._never or hash(key) in self._refused or self._seen[hash(key)] < WARMUP_CALLS:
             return False
         options = self._recipe.options
         if batch.opaque:
@@ -209,7 +213,7 @@ class Whole:
         return True
 
     def _refuse(self, key: Hashable, reason: str, warn: bool = False) -> bool:
-        self._refused.add(key)
+        self._refused.add(hash(key))
         self._record.fall_back(reason, warn=warn)
         return False
 
@@ -217,7 +221,7 @@ class Whole:
 
     def _loop(self, tree: Any, index: int, is_last: bool, key: Hashable) -> Any:
         """Walk through a micro-step; gradients added up so far lie where programs add them up."""
-        self._seen[key] += 1
+        self._seen[hash(key)] += 1
         recipe = self._recipe
         if index == 0:
             recipe.begin()

@@ -14,22 +14,24 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from lockstep.program.batch import exact
 from lockstep.program.code import modules_of, reads_of
+from lockstep.program.libraries import NOT_LOOKED_INTO, depth_left, is_library, root_of
 from lockstep.program.moving import place_look
 from lockstep.shard import ShardedModule
 
 _PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None)))
 _EXACT = frozenset((int, str, bytes, type(None)))  # those that equal the same value only
 _MOST_DEPTH = 8
-_MOST_LOOKS = 20_000  # what lies further away than so many containers is data
-_MOST_WALKED = 256  # entries of a container; of a longer one they are compared, and not walked into
-_MOST_ENTRIES = 4096  # a still longer one is data, and compared by identity
+_MOST_LOOKS = 20_000  # besides the model's own modules; what lies further away than so many containers is data
+_MOST_WALKED = 256  # entries of a container; of a longer tuple or dict they are compared, and not walked into
+_MOST_ENTRIES = 4096  # a still longer one, and any longer list (a history of losses), is data: compared by identity
+_MOST_COMPARED = 50_000  # entries of all containers, besides what the model's own modules hold
 _STRUCTURE = (
     *("_parameters", "_buffers", "_modules"),
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
@@ -37,6 +39,7 @@ _STRUCTURE = (
 # What every module has; the rest of its attributes are the program's, also those with a name like _this.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _MOST_BYTES = 4096  # of an array: a larger one is data
+_LONG = (dict, tuple, types.MappingProxyType)
 _Look = Callable[[], Any]
 
 
@@ -53,14 +56,22 @@ class World:
         self._labels: list[str] = []
         self._tensors: list[tuple[weakref.ref[Tensor], str]] = []  # held by the program alone, and freed with it
         self._modules: dict[int, tuple[types.ModuleType, set[str]]] = {}  # and what is named of each
+        self._num_compared = 0  # entries of containers
         self._names: set[str] = set()  # of methods of tensors that the program may call
-        self._waiting = deque([(root, 0, "") for root in self._roots])
-        while self._waiting and len(self._looks) < _MOST_LOOKS:
+        self._waiting: deque[tuple[Any, int, str]] = deque()
+        for root in self._roots:
+            for module in root.modules() if isinstance(root, nn.Module) else ():  # of these there may be any number
+                self._walk(module, 0, "")
+        most = len(self._looks) + _MOST_LOOKS
+        self._waiting.extendleft([(root, 0, "") for root in reversed(self._roots)])
+        while self._waiting and len(self._looks) < most:
             self._walk(*self._waiting.popleft())
-        for module, names in self._modules.values():
-            look = _of_library if _is_library(module.__name__) else _of_module
-            self._looks.append(partial(look, module, tuple(sorted(names))))
-            self._labels.append(module.__name__)
+        self._waiting.clear()
+        for holder, names in self._modules.values():
+            is_installed = is_library(holder.__name__)
+            known = [name for name in sorted(names) if name in vars(holder) or not is_installed]
+            self._looks.append(partial(_of_library if is_installed else _of_module, holder, tuple(known)))
+            self._labels.append(holder.__name__)
         self._looks.append(partial(_of_library, Tensor, tuple(sorted(self._names))))
         self._labels.append("torch.Tensor")
         self._now = self._read()
@@ -107,11 +118,19 @@ class World:
         if id(value) in self._seen:
             return
         self._seen.add(id(value))
+        if not isinstance(value, nn.Module):
+            depth = _MOST_DEPTH - depth_left(value, _MOST_DEPTH - depth)
+            if depth > _MOST_DEPTH:
+                return
         label = (
             type(value).__name__ if isinstance(value, nn.Module) or not around else f"{around}: {type(value).__name__}"
         )
         for look, inner in _containers(value):
             if look is not list:  # what is only passed through cannot change
+                is_module = isinstance(value, nn.Module)
+                self._num_compared += 0 if is_module else len(look())
+                if self._num_compared > _MOST_COMPARED and not is_module:
+                    continue  # data: known by identity to whoever holds it
                 self._looks.append(look)
                 self._labels.append(label)
             further = depth if isinstance(value, (nn.Module, type)) else depth + 1
@@ -121,7 +140,7 @@ class World:
             self._names.update([name for name in names if hasattr(Tensor, name)])
             for module in modules_of(value):
                 self._name(module, names, depth + 1, label)
-        elif isinstance(value, type) and issubclass(value, nn.Module) and _is_library(value.__module__):
+        elif isinstance(value, type) and issubclass(value, nn.Module) and is_library(value.__module__):
             self._name_of_library(value)
 
     def _name(self, module: types.ModuleType, names: Iterable[str], depth: int, label: str) -> None:
@@ -133,7 +152,7 @@ class World:
             value = vars(module).get(name)
             if isinstance(value, types.ModuleType):
                 self._name(value, names, depth, label)
-            elif not _is_library(module.__name__):
+            elif not is_library(module.__name__):
                 self._waiting.append((value, depth, label))
 
     def _name_of_library(self, kind: type) -> None:
@@ -155,10 +174,10 @@ def _known_by(value: Any) -> Hashable:
 def _containers(value: Any) -> Iterator[tuple[_Look, list[Any]]]:
     """Ways to look into ``value``, each with what is in there now."""
     if isinstance(value, type):
-        if _root(value.__module__) not in _NOT_LOOKED_INTO:
+        if root_of(value.__module__) not in NOT_LOOKED_INTO:
             look = partial(_of_class, value)
             yield look, look()
-        if issubclass(value, nn.Module) and _is_library(value.__module__):
+        if issubclass(value, nn.Module) and is_library(value.__module__):
             yield partial(_functions_of, value), []
     elif isinstance(value, nn.Module):
         yield partial(_structure_of, vars(value)), [*value._modules.values(), *value._buffers.values()]
@@ -186,7 +205,7 @@ def _containers(value: Any) -> Iterator[tuple[_Look, list[Any]]]:
         look = partial(_of_variable, value)
         yield look, look()
     elif isinstance(value, (dict, list, tuple, set, deque, types.MappingProxyType)):
-        if len(value) <= _MOST_ENTRIES:
+        if len(value) <= (_MOST_ENTRIES if isinstance(value, _LONG) else _MOST_WALKED):
             look = partial(_items, value)
             yield look, look() if len(value) <= _MOST_WALKED else []
     elif (place := place_look(value)) is not None:
@@ -203,30 +222,15 @@ def _containers(value: Any) -> Iterator[tuple[_Look, list[Any]]]:
         yield list, list(type(value).__mro__)
 
 
-# Of these no class is changed by a program.
-_NOT_LOOKED_INTO = frozenset(("torch", "lockstep", "numpy", "_thread")) | sys.stdlib_module_names
-
-
-def _root(name: str | None) -> str:
-    return (name or "builtins").partition(".")[0]
-
-
-@cache
-def _is_library(name: str | None) -> bool:
-    """Whether a module is installed, and not of the program itself."""
-    path = getattr(sys.modules.get(name or ""), "__file__", None) or ""
-    return _root(name) in _NOT_LOOKED_INTO or "site-packages" in path or "dist-packages" in path
-
-
 def _of_class(kind: type) -> list[Any]:
     """What a class holds; of one that is installed only its values, since its functions are many."""
-    is_library = _is_library(kind.__module__)
+    is_installed = is_library(kind.__module__)
     return [
         value
         for name, value in vars(kind).items()
         if (not name.startswith("__") or _is_operator(name, value))
         and not isinstance(value, (types.MemberDescriptorType, types.GetSetDescriptorType))
-        and not (is_library and (callable(value) or hasattr(value, "__get__")))
+        and not (is_installed and (callable(value) or hasattr(value, "__get__")))
     ]
 
 
@@ -267,7 +271,7 @@ def _slots_of(kind: type) -> tuple[str, ...]:
     found: list[str] = []
     for base in kind.__mro__:
         slots = vars(base).get("__slots__", ())
-        if _root(base.__module__) not in _NOT_LOOKED_INTO:
+        if root_of(base.__module__) not in NOT_LOOKED_INTO:
             found += [slots] if isinstance(slots, str) else list(slots)
     return tuple(found)
 
