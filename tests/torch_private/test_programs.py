@@ -18,6 +18,15 @@ def test_as_if_compiling() -> None:
     assert not torch.compiler.is_compiling()
 
 
+def test_argument_of() -> None:
+    dropout = torch.ops.aten.native_dropout.default
+    assert private.argument_of(dropout, "p", (None, 0.25), {}) == 0.25
+    assert private.argument_of(dropout, "p", (None,), {"p": 0.5}) == 0.5
+    attention = torch.ops.aten.scaled_dot_product_attention.default
+    assert private.argument_of(attention, "dropout_p", (None, None, None), {}) == 0.0
+    assert private.argument_of(attention, "p", (None, None, None), {}) is None
+
+
 def test_trace_program() -> None:
     def update(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         leaf = weight.detach().requires_grad_()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lockstep import torch_private
 from lockstep.program.untraceable import Untraceable
 
 OF_TORCH = "torch's generator of the CPU"
@@ -110,9 +111,4 @@ class Draws:
 
 def _drops_nothing(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether it is an attention without dropout, which draws nothing though it is marked as one that does."""
-    schema = getattr(operator, "_schema", None)
-    for place, argument in enumerate(schema.arguments if schema is not None else ()):
-        if argument.name == "dropout_p":
-            given = args[place] if place < len(args) else argument.default_value
-            return bool(kwargs.get("dropout_p", given) == 0.0)
-    return False
+    return bool(torch_private.argument_of(operator, "dropout_p", args, kwargs) == 0.0)

@@ -171,6 +171,7 @@ _NAMES_BY_PART = {
     "profiler": ("RecordFunction",),
     "programs": (
         "TraceError",
+        "argument_of",
         "as_if_compiling",
         "compile_program",
         "kind_of_trace_error",

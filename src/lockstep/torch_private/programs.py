@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 
 __all__ = [
     "TraceError",
+    "argument_of",
     "as_if_compiling",
     "compile_program",
     "kind_of_trace_error",
@@ -36,6 +37,15 @@ def as_if_compiling() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+def argument_of(operator: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator is called with by this name, or its default; None if it takes none.  Schemas are private."""
+    for place, argument in enumerate(operator._schema.arguments):
+        if argument.name == name:
+            given = args[place] if place < len(args) else argument.default_value
+            return kwargs.get(name, given)
+    return None
 
 
 def trace_program(
