@@ -448,9 +448,9 @@ def gathers_ahead() -> list[str]:
     said: list[str] = []
     start = graph_ops.start_gathering
 
-    def noted(store: Any) -> Any:
+    def noted(store: Any, **options: Any) -> Any:
         said.append(f"begin {graph_ops._find(store.anchor)[0].name}")
-        return start(store)
+        return start(store, **options)
 
     graph_ops.start_gathering = noted
     pair.loss(3).backward()
