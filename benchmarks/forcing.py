@@ -6,6 +6,8 @@ torch's DDP always calls the collective, so there is nothing to do for it.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -23,11 +25,17 @@ def force_collective(model: Any) -> None:
         raise RuntimeError(f"{type(model).__module__} offers no way to force a collective in a world of one")
 
 
-def force_collectives_of_shards() -> None:
-    """Let sharded models gather and scatter in a world of one too, from now on."""
+@contextmanager
+def forced_collectives_of_shards() -> Iterator[None]:
+    """Let sharded models gather and scatter in a world of one too, in here."""
     from lockstep.shard.mesh import ShardMesh
 
+    before = ShardMesh.is_alone
     ShardMesh.is_alone = property(lambda self: False)
+    try:
+        yield
+    finally:
+        ShardMesh.is_alone = before
 
 
 def _force_in_earlier_version(reducer: Any) -> None:

@@ -14,6 +14,7 @@ import logging
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forcing import force_collective
+from forcing import force_collective, forced_collectives_of_shards
 from gpu_device import DEVICE, IS_GPU, device_seconds, prepare, reset_peak, synchronize
 from models import GPT, SmallCNN, give_own_code
 from subjects import lockstep_ddp
@@ -171,6 +172,36 @@ CASES: dict[str, dict[str, Any]] = {
         "bits": True,
     },
     "waits for the device": {"model": "waits", "bits": True, "falls_back": True},
+    "MLP, sharded": {"wrap": "shard", "bits": True},
+    "MLP, sharded, clip_norm": {"wrap": "shard", "clip_norm": 0.01, "bits": True},
+    "MLP, sharded, clip_value, schedule, average": {
+        "wrap": "shard",
+        "clip_value": 0.001,
+        "schedule": True,
+        "average": 0.9,
+        "bits": True,
+    },
+    "MLP, sharded, scaler that skips": {"wrap": "shard", "scaler": "skips", "bits": True},
+    "MLP, sharded, foreach": {"wrap": "shard", "optimizer": "foreach"},
+    "MLP, sharded, collectives forced": {"wrap": "shard", "forced": True, "bits": True},
+    "dropout, sharded": {"wrap": "shard", "model": "dropout", "bits": True},
+    "CNN, sharded": {"wrap": "shard", "model": "CNN", "bits": True},
+    "GPT, sharded": {"wrap": "shard", "model": "GPT", "bits": True},
+    "GPT, sharded, bf16 gathers, collectives forced": {
+        "wrap": "shard, bf16",
+        "model": "GPT",
+        "forced": True,
+        "bits": True,
+    },
+    "GPT, sharded, compiled": {"wrap": "shard", "model": "GPT", "compiled": True},
+    "GPT, sharded, compiled, collectives forced": {
+        "wrap": "shard",
+        "model": "GPT",
+        "compiled": True,
+        "forced": True,
+        "clip_norm": 0.1,
+        "schedule": True,
+    },
 }
 GRAPH_CASES = (
     "MLP",
@@ -192,7 +223,10 @@ def check(names: list[str], mode: str, progress: str) -> None:
     for name in names:
         began = time.time()
         try:
-            answer = run_case(mode=mode, **{"model": "MLP", "optimizer": "fused", **CASES[name]})
+            case = {"model": "MLP", "optimizer": "fused", **CASES[name]}
+            forces = case.get("forced") and case.get("wrap", "").startswith("shard")
+            with forced_collectives_of_shards() if forces else nullcontext():
+                answer = run_case(mode=mode, **case)
         except Exception as error:
             answer = {
                 "ok": False,
@@ -268,7 +302,9 @@ def run_case(
         module = copy.deepcopy(base)
         give_own_code(module)
         ddp = lockstep.DDP(module, bucket_cap_mb=0.02) if wrap == "ddp" else module
-        if forced:
+        if wrap.startswith("shard"):
+            shard_children(module, low=wrap.endswith("bf16"))
+        elif forced:
             force_collective(ddp)
         called = torch.compile(ddp) if compiled else ddp
         optimizers = optimizers_for(optimizer, module)
@@ -298,14 +334,30 @@ def run_case(
             by_bucket=by_bucket,
         )
         synchronize()
-        end = {name: value.detach().clone() for name, value in module.state_dict().items()}
-        end |= {f"average of {name}": value for name, value in averages.items()}
+        end = {name: _local(value.detach()).clone() for name, value in module.state_dict().items()}
+        end |= {f"average of {name}": _local(value) for name, value in averages.items()}
         end |= {f"loss {i}": loss for i, loss in enumerate(losses)}
         if grad_scaler is not None:
             end["scale"] = torch.tensor(grad_scaler.get_scale())
         ends.append(end)
         explained = explanation or explained
     return compare(ends[0], ends[1], bits and mode == "captured", explained, mode, falls_back)
+
+
+def shard_children(module: nn.Module, low: bool) -> None:
+    """One unit per block or child, and one for the rest."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    import lockstep
+
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if low else MixedPrecisionPolicy()
+    for child in module.blocks if hasattr(module, "blocks") else module.children():
+        lockstep.fully_shard(child, mp_policy=policy)
+    lockstep.fully_shard(module, mp_policy=policy)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def compare(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from forcing import force_collectives_of_shards
+from forcing import forced_collectives_of_shards
 from gpu_compiled import LINK_BYTES_PER_SECOND, _cycles_per_second
 from gpu_device import DEVICE, IS_GPU, peak_bytes, prepare, reset_peak, synchronize
 from gpu_timing import CONTEXT, NUM_SYMBOLS, Trainer, gpt2
@@ -32,6 +32,8 @@ SUBJECTS: dict[str, dict[str, Any]] = {
     "FSDP2, blocks compiled": {"subject": "torch", "compiled": "blocks"},
     "compiled, not sharded": {"subject": "none", "compiled": "model"},
     "lockstep, one graph": {"subject": "lockstep", "compiled": "model"},
+    "lockstep, captured": {"subject": "lockstep", "compiled": "model", "captured": True},
+    "lockstep eager, captured": {"subject": "lockstep", "captured": True},
 }
 
 
@@ -56,7 +58,15 @@ def sharded(subject: str, module: Any, low: bool = True) -> nn.Module:
 class ShardTrainer(Trainer):
     """A step of the GPT-2 sized model."""
 
-    def __init__(self, subject: str, compiled: str | None = None, num_steps: int = 1, num_warm_up: int = 5) -> None:
+    def __init__(
+        self,
+        subject: str,
+        compiled: str | None = None,
+        num_steps: int = 1,
+        num_warm_up: int = 6,
+        captured: bool = False,
+        link: EmulatedLink | None = None,
+    ) -> None:
         torch.manual_seed(0)
         self.is_sharded = subject != "none"
         self.module = gpt2().to(DEVICE)
@@ -66,10 +76,30 @@ class ShardTrainer(Trainer):
                 block.compile()
         self.module = sharded(subject, self.module)
         self.model = torch.compile(self.module) if compiled == "model" else self.module
+        for unit in (self.module, *self.module.blocks) if link is not None else ():
+            unit.set_custom_all_gather(link)
+            unit.set_custom_reduce_scatter(link)
         self._set_up(num_steps)
-        for _ in range(num_warm_up):
+        self.program = None
+        if captured:
+            import lockstep
+
+            mode = "captured" if IS_GPU else "loop"
+            self.program = lockstep.TrainStep(self.model, self.optimizer, lambda model, batch: model(batch), mode=mode)
+        for number in range(num_warm_up):
+            before = 0 if link is None else link.num_bytes
             self.step()
+            if number == 1 and link is not None:
+                self.link_bytes = link.num_bytes - before
         synchronize()
+        if captured and IS_GPU and self.program.explain().num_program_calls == 0:
+            raise RuntimeError(f"it was not captured: {self.program.explain()}")
+
+    def step(self) -> None:
+        if self.program is None:
+            super().step()
+        else:
+            self.program(self.batch)
 
     def forward_and_backward(self) -> None:
         with torch.autocast(DEVICE, torch.bfloat16, enabled=not self.is_sharded):
@@ -101,6 +131,8 @@ def peak_memory(name: str) -> int:
 
 class EmulatedLink:
     """An all-gather or a reduce-scatter of one rank that takes as long as a link of many would."""
+
+    can_be_captured = True
 
     def __init__(self, stream: Any, cycles_per_byte: float) -> None:
         self._stream = stream
@@ -141,23 +173,15 @@ def link_times(num_rounds: int, num_steps: int) -> dict[str, Any]:
     """Steps with an emulated link, eager and in one graph, next to compute and to communication alone."""
     prepare()
     trainers = {"compute": ShardTrainer("none", "model", num_steps)}
-    force_collectives_of_shards()
     cycles_per_byte = _cycles_per_second() / LINK_BYTES_PER_SECOND if IS_GPU else 0.0
     stream = torch.cuda.Stream() if IS_GPU else None
-    links: dict[str, EmulatedLink] = {}
-    for name, compiled in (("lockstep eager", None), ("lockstep, one graph", "model")):
-        link = links[name] = EmulatedLink(stream, cycles_per_byte)
-        trainer = trainers[name] = ShardTrainer("lockstep", compiled, num_steps)
-        for module in (trainer.module, *trainer.module.blocks):
-            module.set_custom_all_gather(link)
-            module.set_custom_reduce_scatter(link)
-        trainer.step()
     bytes_per_step = {}
-    for name, link in links.items():
-        link.num_bytes = 0
-        trainers[name].step()
-        bytes_per_step[name] = link.num_bytes
-    times = interleave({name: trainer.seconds_per_step for name, trainer in trainers.items()}, num_rounds)
+    with forced_collectives_of_shards():
+        for name in ("lockstep eager", "lockstep, one graph", "lockstep, captured"):
+            link = EmulatedLink(stream, cycles_per_byte)
+            trainers[name] = ShardTrainer(num_steps=num_steps, link=link, **SUBJECTS[name])
+            bytes_per_step[name] = trainers[name].link_bytes
+        times = interleave({name: trainer.seconds_per_step for name, trainer in trainers.items()}, num_rounds)
     return {
         "times": times,
         "bytes_per_step": bytes_per_step,

@@ -111,6 +111,145 @@ def test_a_compiled_program_is_close_to_the_loop(world: int, name: str) -> None:
     run_ranks(world, train, (name,), "graph")
 
 
+# ---------------------------------------------------------------- captured, on a machine that stands in for a GPU
+
+
+def capture_on_a_stand_in(names: tuple[str, ...], fails_on: int | None = None) -> list[tuple[int, int]]:
+    from program.fakes import captured_on_a_stand_in
+    from program.loops import CASES, assert_same, by_hand, by_step, make_step, set_up
+
+    rank, counts = dist.get_rank(), []
+    for name in names:
+        case = CASES[name]
+        right = by_hand(case, set_up(case, shard, "fused"), rank)
+        setup = set_up(case, shard, "fused")
+        step = make_step(case, setup, "captured")
+        machine = captured_on_a_stand_in(step, setup)
+        if rank == fails_on:
+            machine.refusal = RuntimeError("this one cannot")
+        assert_same(right, by_step(case, setup, step, rank))
+        assert_windows(setup.model, 20)
+        counts.append((machine.num_records, machine.num_replays))
+        assert not any(team.gather_log.is_silent for team in setup.model._lockstep_root.teams)
+    return counts
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_replays_have_the_bits_of_the_loop(world: int) -> None:
+    names = ("mlp", "gpt", "clip_value", "schedule", "average")
+    for counts in run_ranks(world, capture_on_a_stand_in, names):
+        assert all(records == 1 and replays > 12 for records, replays in counts), counts
+
+
+def test_a_capture_that_fails_on_one_rank_leaves_all_in_step() -> None:
+    counts = run_ranks(2, capture_on_a_stand_in, ("mlp",), 1)
+    assert counts == [[(1, 1)], [(1, 0)]]  # the others replay that step, and walk through the loop from then on
+
+
+def replay_around_evaluations() -> None:
+    """What an evaluation has gathered is gathered anew after a replay has updated the shards."""
+    import lockstep
+    from program.fakes import captured_on_a_stand_in
+    from program.loops import CASES, Setup, batch_of, loss_of
+
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+    ends = []
+    for is_captured in (False, True):
+        module = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+        module.load_state_dict(plain.state_dict())
+        model = shard(module)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        step = lockstep.TrainStep(model, optimizer, loss_of, mode="captured" if is_captured else "loop")
+        if is_captured:
+            machine = captured_on_a_stand_in(step, Setup(module, model, [optimizer], [], None))
+        for index in range(10):
+            step(batch_of(index, dist.get_rank()))
+            with torch.no_grad():
+                ends.append(model(batch_of(100)["x"]).clone())
+    assert machine.num_replays > 5, CASES
+    for right, found in zip(ends[:10], ends[10:], strict=True):
+        assert torch.equal(right, found)
+
+
+def test_an_evaluation_after_a_replay_sees_the_updated_weights() -> None:
+    run_ranks(2, replay_around_evaluations)
+
+
+def change_the_divisor() -> tuple[int, int]:
+    """A setting of a unit that a program was made with: another value means another program."""
+    import lockstep
+    from program.fakes import captured_on_a_stand_in
+    from program.loops import Setup, batch_of, loss_of
+
+    ends = []
+    for is_captured in (False, True):
+        torch.manual_seed(3)
+        module = nn.Linear(6, 4)
+        model = lockstep.fully_shard(module)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        step = lockstep.TrainStep(model, optimizer, loss_of, mode="captured" if is_captured else "loop")
+        if is_captured:
+            machine = captured_on_a_stand_in(step, Setup(module, model, [optimizer], [], None))
+        for index in range(16):
+            if index == 6:
+                model.set_gradient_divide_factor(4.0)
+            step(batch_of(index, dist.get_rank()))
+        ends.append(model.weight.full_tensor())
+    assert torch.equal(*ends)
+    return machine.num_records, machine.num_replays
+
+
+def test_another_setting_of_a_unit_means_another_program() -> None:
+    assert all(records == 2 and replays > 6 for records, replays in run_ranks(2, change_the_divisor))
+
+
+def say_why_not_captured() -> list[str]:
+    import lockstep
+    from program.fakes import captured_on_a_stand_in
+    from program.loops import Setup, batch_of, loss_of
+
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(6, 4), nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    def keep_storage(model: Any) -> None:
+        model.set_keep_unsharded_storage(True)
+
+    def gather_by_hand(model: Any) -> None:
+        from program.fakes import SilentGather
+
+        model.set_custom_all_gather(SilentGather())
+
+    found = []
+    for module, change in (
+        (Partly(), lambda m: None),
+        (nn.Linear(6, 4), keep_storage),
+        (nn.Linear(6, 4), gather_by_hand),
+    ):
+        model = lockstep.fully_shard(module)
+        change(model)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        step = lockstep.TrainStep(model, optimizer, loss_of, mode="captured")
+        machine = captured_on_a_stand_in(step, Setup(module, model, [optimizer], [], None))
+        for index in range(6):
+            step(batch_of(index, dist.get_rank()))
+        assert machine.num_replays == machine.num_records == 0
+        found += step.explain().reasons
+    return found
+
+
+def test_what_cannot_be_captured_says_why() -> None:
+    for found in run_ranks(2, say_why_not_captured):
+        assert any("unused.weight" in reason for reason in found), found
+        assert any("set_keep_unsharded_storage()" in reason for reason in found), found
+        assert any("can_be_captured" in reason for reason in found), found
+
+
 class Uneven(nn.Module):
     """Dimensions that no number of ranks divides, a parameter with fewer rows than ranks, and frozen ones."""
 

@@ -34,6 +34,7 @@ class FakeMachine:
         self.num_records = self.num_replays = self.num_asides = 0
         self.places: list[str] = []
         self.wrappers: list[Any] = []
+        self.units: list[Any] = []  # of sharded models
         self.refusal: Exception | None = None
         self.around_replay: Callable[[Callable[[], Any]], Any] = lambda run: run()
 
@@ -71,9 +72,14 @@ class FakeMachine:
         before = [reducer.exchange for reducer in reducers]
         for reducer in reducers:
             reducer.exchange = Silent(reducer.exchange)
+        comms = [(unit, unit.gather_comm, unit.scatter_comm) for unit in self.units]
+        for unit, _, _ in comms:
+            unit.gather_comm, unit.scatter_comm = SilentGather(), silent_scatter
         try:
             yield
         finally:
+            for unit, gather, scatter in comms:
+                unit.gather_comm, unit.scatter_comm = gather, scatter
             for reducer, exchange in zip(reducers, before, strict=True):
                 reducer.exchange = exchange
 
@@ -99,6 +105,21 @@ class Silent:
         from lockstep.engine.flight import Landed
 
         return Landed()
+
+
+class SilentGather:
+    """An all-gather with nobody: whatever others have is taken to be what this rank has."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output: Tensor, mine: Tensor, *_: Any, **__: Any) -> None:
+        output.view(-1, mine.numel()).copy_(mine)
+
+
+def silent_scatter(output: Tensor, mine: Tensor, *_: Any, **__: Any) -> None:
+    """A reduce-scatter with nobody."""
+    output.copy_(mine[: output.numel()])
 
 
 class FakeRecording:
@@ -145,6 +166,7 @@ def captured_on_a_stand_in(step: Any, setup: Any) -> FakeMachine:
     machine = FakeMachine(setup.module, setup.optimizers)
     recipe = step._recipe
     machine.wrappers = recipe.parallel.wrappers
+    machine.units = [unit for root in recipe.parallel.roots for unit in root.units if not unit.mesh.is_alone]
     if recipe.average is not None:
         machine._extra += recipe.average.values
     if setup.scaler is not None:

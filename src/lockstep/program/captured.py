@@ -15,7 +15,8 @@ through the loop.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,7 @@ from lockstep.program.reasons import JOINED, takes_rate_as_tensor
 from lockstep.program.recipe import Recipe
 from lockstep.program.record import Record
 from lockstep.program.restless import Kind, Restless
+from lockstep.program.shard_reasons import why_not_captured_now
 from lockstep.program.together import Together
 from lockstep.program.windows import WindowCounts, missing_in_proof, note_replay
 
@@ -104,7 +106,7 @@ class Captured:
         if restless and not self._never:
             self._record.fall_back(restless)
         is_other = self._trained.has_changed(self._recipe.parameters, index) or self._surroundings.forbid(self._record)
-        can = not is_other and (program is not None or self._may_capture(key, batch))
+        can = not is_other and self._shards_can() and (program is not None or self._may_capture(key, batch))
         if self._recipe.parallel.is_joined:
             self._record.fall_back(JOINED)
             return self._loop(tree, index, is_last, key)
@@ -115,7 +117,7 @@ class Captured:
             if reason := unwritten.reason():
                 self._refuse(key, reason)
             return result
-        with self._together.compared():
+        with self._together.compared(), self._unlogged():
             if program is None:
                 try:
                     program = self._programs[key] = self._capture(batch, index, is_last)
@@ -134,7 +136,8 @@ class Captured:
         amp = (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
         # Middle micro-steps are alike; the first clears gradients.
         kind = (index == 0, is_last)
-        return Kind(kind, batch.key, self._surroundings.values(), baked, trains(recipe.parameters), amp)
+        units = tuple([unit.settings for root in recipe.parallel.roots for unit in root.units])
+        return Kind(kind, batch.key, self._surroundings.values(), baked, trains(recipe.parameters), amp, units)
 
     def _forget_programs(self, memory: Hashable) -> None:
         """Parameters or states lie elsewhere now: what was captured would write to where they were."""
@@ -145,6 +148,20 @@ class Captured:
         self._memory, self._kept, self._current, self._rates = memory, None, None, None
 
     # ---------------------------------------------------------------- whether
+
+    def _shards_can(self) -> bool:
+        """Whether nothing about sharded models forbids a program in this step; the reason is noted."""
+        reason = next(filter(None, map(why_not_captured_now, self._recipe.parallel.roots)), "")
+        if reason:
+            self._record.fall_back(reason)
+        return not reason
+
+    @contextmanager
+    def _unlogged(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for root in self._recipe.parallel.roots:
+                stack.enter_context(root.unlogged())
+            yield
 
     def _may_capture(self, key: Kind, batch: Batch) -> bool:
         if self._never or hash(key) in self._refused or self._seen[hash(key)] < WARMUP_CALLS:
@@ -209,6 +226,7 @@ class Captured:
                 result = self._walk(recipe.moved(tree), index, is_last)
         self._current = None
         self._record.num_loop_calls += 1
+        self._refuse_unused(key)
         changed = self._surroundings.changed(before) if not self._never else ""
         if changed and self._has_changed:  # once may be to set things up, and the next call is of another kind
             self._never = changed
@@ -234,9 +252,22 @@ class Captured:
     def _renew_accumulators(self) -> None:
         """Autograd's nodes at the parameters stay on the stream they were made on: let the side stream make them."""
         self._streams_are_ready = True
-        for wrapper in self._recipe.parallel.wrappers:
-            for slot in wrapper.step.reducer.slots:
+        parallel = self._recipe.parallel
+        for step in parallel.steps:
+            for slot in step.reducer.slots:
                 slot.accumulator = None
+        for unit in [unit for root in parallel.roots for unit in root.units]:
+            for store in unit.stores:
+                store.forget_accumulator()
+
+    def _refuse_unused(self, key: Hashable) -> None:
+        """Ranks of a sharded model tell each other in each step which parameters any of them used; a program cannot."""
+        for root in self._recipe.parallel.roots:
+            for step in root.steps:
+                counts = step.closing.used_counts or []
+                unused = [slot.name for slot in step.reducer.slots if not counts[slot.position]] if counts else []
+                if unused and hash(key) not in self._refused:
+                    self._refuse(key, f"no rank uses these parameters in such a step: {', '.join(unused[:5])}")
 
     # ---------------------------------------------------------------- gradients
 
@@ -282,9 +313,10 @@ class Captured:
             recipe.begin()
         elif index > 0:
             self._attach_kept()
-        for wrapper in recipe.parallel.wrappers:
-            reducer = wrapper.step.reducer
-            reducer.finiteness.prepare_capture(len(reducer.buckets), recipe.parallel.device)
+        for root in recipe.parallel.roots:
+            root.prepare_program()
+        for step in recipe.parallel.steps:
+            step.reducer.finiteness.prepare_capture(len(step.reducer.buckets), recipe.parallel.device)
         inbox = self._machine.inbox(batch.tensors)
         inbox.put(batch.tensors)
         counts, randomness, before = (
@@ -316,6 +348,8 @@ class Captured:
         # What a program writes to must stay its own, also where Python has let go of it.
         program.keeps = [g.detach() for g in gradients if g is not None]
         program.keeps += self._surroundings.objects()  # what it was made for
+        units = [unit for root in recipe.parallel.roots for unit in root.units]
+        program.keeps += [comm for unit in units for comm in (unit.gather_comm, unit.scatter_comm)]
         self._record.num_captures += 1
         self._current = program
         return program
@@ -347,8 +381,8 @@ class Captured:
         assert self._rates is not None
         self._wait_for_room()
         if listeners:
-            for wrapper in self._recipe.parallel.wrappers:
-                reached(StepMoment.FORWARD, wrapper.step.reducer.timeline.step, subject=wrapper.step.reducer)
+            for step in self._recipe.parallel.steps:
+                reached(StepMoment.FORWARD, step.reducer.timeline.step, subject=step.reducer)
         if program is not self._current:
             for parameter, gradient in zip(self._recipe.parameters, program.gradients, strict=True):
                 parameter.grad = gradient
@@ -365,6 +399,8 @@ class Captured:
             self._num_counted += 1
             self._check_counter()
         note_replay(self._recipe.parallel, is_last=is_last)
+        for root in self._recipe.parallel.roots:
+            root.note_program()
         # The program's own results are overwritten by its next replay.
         return map_tensors(program.outputs, Tensor.clone)
 
@@ -372,8 +408,7 @@ class Captured:
         """Let the host be a few replays ahead, and no more: a rank that hangs is noticed, and named."""
         while self._queue and (len(self._queue) >= _MAX_AHEAD or self._queue[0][1].is_completed()):
             began, ended, start = self._queue.popleft()
-            for wrapper in self._recipe.parallel.wrappers:
-                step = wrapper.step
+            for step in self._recipe.parallel.steps:
                 if not ended.is_completed():
                     step.reducer.transport.watch.wait_work(
                         ended, lambda s=step: f"a replay of the captured step {s.num_windows}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Sequence
-from operator import methodcaller
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from lockstep.program.world import World
 _PLAIN = (int, float, bool, str, type(None))
 # Of a group of parameters: what is no setting, or changes nothing in the result.
 _NO_SETTINGS = ("params", "initial_lr", "capturable")
-_address = methodcaller("data_ptr")
 
 
 class ModuleGuard:
@@ -177,6 +175,11 @@ def _hashable(value: Any) -> Hashable:
     return value if isinstance(value, Hashable) else repr(value)
 
 
+def _address(tensor: Tensor) -> int:
+    """Where a tensor lies; of a sharded one, what this rank has."""
+    return (torch_private.local_of(tensor) if hasattr(tensor, "device_mesh") else tensor).data_ptr()
+
+
 def memory_of(parameters: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> Hashable:
     """Where a program finds parameters and the state of optimizers: loading a checkpoint replaces the second.
 
@@ -184,7 +187,7 @@ def memory_of(parameters: Sequence[Tensor], optimizers: Sequence[torch.optim.Opt
     """
     states = tuple((id(o.state), tuple(map(len, o.state.values()))) for o in optimizers)
     held = [v for o in optimizers for s in o.state.values() for v in s.values()] if parameters else []
-    return (tuple(map(_address, parameters)), states, tuple(id(v) for v in held if isinstance(v, Tensor)))
+    return (tuple([_address(p) for p in parameters]), states, tuple(id(v) for v in held if isinstance(v, Tensor)))
 
 
 def trains(parameters: Sequence[Tensor]) -> tuple[bool, ...]:

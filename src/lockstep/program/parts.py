@@ -43,8 +43,13 @@ class Parallel:
     @property
     def steps(self) -> list[Any]:
         """Those that reduce gradients; of a sharded model, which makes them when it is first used, too."""
-        sharded = [step for module in self.sharded for step in module._lockstep_root.steps]
+        sharded = [step for root in self.roots for step in root.steps]
         return [*(wrapper.step for wrapper in self.wrappers), *sharded]
+
+    @property
+    def roots(self) -> list[Any]:
+        """The sharded models, with all that they are made of."""
+        return [module._lockstep_root for module in self.sharded]
 
     @property
     def is_joined(self) -> bool:
@@ -82,6 +87,8 @@ class Parallel:
         for wrapper in self.wrappers:
             wrapper.step.reset()
             wrapper._parts.precision.restore()
+        for root in self.roots:
+            root.drop_attempt()
 
 
 def _outermost(modules: list[nn.Module]) -> list[Any]:

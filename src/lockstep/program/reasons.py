@@ -11,7 +11,7 @@ from lockstep import torch_private
 from lockstep.engine.exchange import HookExchange, has_one_collective
 from lockstep.program.options import Options
 from lockstep.program.parts import Parallel
-from lockstep.program.shard_reasons import why_not_sharded
+from lockstep.program.shard_reasons import why_not_captured_sharded, why_not_sharded
 
 JOINED = "join() is, or was, in use: ranks do different things in a step"
 
@@ -21,9 +21,7 @@ def why_not_captured(options: Options, parallel: Parallel) -> list[str]:
     device = parallel.device
     if device.type != "cuda":
         return [f"the model is on {device.type}; there are CUDA graphs on CUDA devices only"]
-    found = _why_no_program(parallel) + _optimizer_hooks(options)
-    if parallel.sharded:
-        found.append("sharded models gather into memory that they free again, step by step, from Python")
+    found = _why_no_program(parallel) + _optimizer_hooks(options) + why_not_captured_sharded(options, parallel)
     for wrapper in parallel.wrappers:
         transport = wrapper.step.reducer.transport
         if not transport.is_alone and transport.backend(device) != "nccl":

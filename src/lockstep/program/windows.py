@@ -21,13 +21,14 @@ class WindowCounts:
 
     def __init__(self, parallel: Parallel) -> None:
         self._parallel = parallel
-        self._steps = [{name: getattr(w.step, name) for name in _COUNTED} for w in parallel.wrappers]
+        self._steps = [(step, {name: getattr(step, name) for name in _COUNTED}) for step in parallel.steps]
         self._due = [w._parts.buffers.is_due for w in parallel.wrappers]
 
     def put_back(self) -> None:
-        for wrapper, counted, is_due in zip(self._parallel.wrappers, self._steps, self._due, strict=True):
+        for step, counted in self._steps:
             for name, value in counted.items():
-                setattr(wrapper.step, name, value)
+                setattr(step, name, value)
+        for wrapper, is_due in zip(self._parallel.wrappers, self._due, strict=True):
             wrapper._parts.buffers.is_due = is_due
 
 
@@ -57,8 +58,8 @@ def note_replay(parallel: Parallel, *, is_last: bool) -> None:
 def missing_in_proof(parallel: Parallel) -> list[str]:
     """Which parameters the window that just ended did not reduce: a program must reduce all of them."""
     found = []
-    for wrapper in parallel.wrappers:
-        reducer = wrapper.step.reducer
+    for step in parallel.steps:
+        reducer = step.reducer
         if reducer.num_buckets_reduced != len(reducer.buckets):
             found += [slot.name for bucket in reducer.buckets if not bucket.has_left for slot in bucket.slots]
     return found

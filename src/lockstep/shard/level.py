@@ -61,6 +61,7 @@ class GatherLog:
         self._last: deque[Entry] = deque(maxlen=4 * sum(len(unit.stores) for unit in units) + _SPARE)
         self._foresight, self._model = Foresight(), 0
         self.meeting: Meeting | None = None  # None where nobody gathers with this rank
+        self.is_silent = False  # in a step that ranks have compared before it began
 
     def gather_on(self, process_group: Any, watch: Watch) -> None:
         """Foresee gathers as part of all that there are on a process group; on all ranks at the same place."""
@@ -72,7 +73,7 @@ class GatherLog:
 
         ``trains`` in a forward whose backward is to come, whether or not it is compiled.
         """
-        if self.meeting is None:
+        if self.meeting is None or self.is_silent:
             return
         gather = self._gather(unit, store, among_keepers)
         if not self._foresight.foresees(gather, trains=trains):
@@ -87,6 +88,8 @@ class GatherLog:
 
     def note(self, unit: Unit, store: int, *, among_keepers: bool = False) -> None:
         """It has started."""
+        if self.is_silent:
+            return
         number = self._numbers[unit]
         gather = self._gather(unit, store, among_keepers)
         if self.meeting is not None:

@@ -133,6 +133,9 @@ class OwnStore:
     def follow(self) -> None:
         """Nothing, as above."""
 
+    def forget_accumulator(self) -> None:
+        """Nothing: no graph holds such a unit."""
+
     @property
     def versions(self) -> list[int]:
         """Changes whenever a shard is written to."""

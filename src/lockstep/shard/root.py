@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -274,6 +275,39 @@ class Root:
                 if team.step.num_resets > before:
                     team.gather_log.level(team.watch, f"reset {team.step.num_resets}")
             self._free_all()
+
+    def drop_attempt(self) -> None:
+        """Forget a step that was under way on this rank, and of which the others know nothing."""
+        self.fail_forward()
+        self._forget_backward()
+        self.is_recorded = False
+        for team in self.teams:
+            team.step.reset()
+        self._free_all()
+
+    def prepare_program(self) -> None:
+        """Before a program: nothing is whole or on its way, and shards lie where they will be read."""
+        self.orders.forget()
+        for unit in self.units:
+            unit.reshard()
+            for store in unit.stores:
+                store.follow()
+
+    def note_program(self) -> None:
+        """A program has updated the shards, which no tensor counts."""
+        for step in self.steps:
+            step.num_writes += 1
+
+    @contextmanager
+    def unlogged(self) -> Iterator[None]:
+        """Within this context gathers are not noted: other ranks may replay a program, of which none are."""
+        for team in self.teams:
+            team.gather_log.is_silent = True
+        try:
+            yield
+        finally:
+            for team in self.teams:
+                team.gather_log.is_silent = False
 
     def drop_local_gradients(self, units: Sequence[Unit]) -> None:
         """Forget what passes that did not synchronise have left for these units."""

@@ -130,6 +130,10 @@ class FlatStore:
             self._accumulator = torch_private.gradient_accumulator(self.anchor)
         return self._accumulator
 
+    def forget_accumulator(self) -> None:
+        """Let autograd make that node anew, on the stream that is current then."""
+        self._accumulator = None
+
     # ---------------------------------------------------------------- the whole
 
     @property

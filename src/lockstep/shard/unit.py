@@ -189,6 +189,17 @@ class Unit:
     def wants_reduce_dtype(self) -> torch.dtype | None:
         return self.policy.reduce_dtype  # type: ignore[no-any-return]
 
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """What the program chose for it, by which a captured step was made."""
+        ahead = [None if units is None else tuple(unit.index for unit in units) for units in self._prefetches]
+        when = (self.frees_after_forward, self.gathers_in_backward, self.max_scatter_inputs, *ahead)
+        return *when, self.divisor, self.only_sums, id(self.gather_comm), id(self.scatter_comm)
+
+    @property
+    def _prefetches(self) -> tuple[list[Unit] | None, list[Unit] | None]:
+        return self.forward_prefetch, self.backward_prefetch
+
     def top(self) -> Unit:
         """The unit around all others that this one is in."""
         unit = self
