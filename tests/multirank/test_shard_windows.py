@@ -329,6 +329,30 @@ def test_communication_hooks_with_replicas(kind: str) -> None:
     run_ranks(4, train_with_hook, kind, "eager", shard_with_replicas)
 
 
+def free_gradients(how: str) -> None:
+    import lockstep
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for child in model:
+        lockstep.fully_shard(child)
+    lockstep.fully_shard(model)
+    called = compiled(model, how)
+    for _ in range(2):
+        called(torch.ones(2, 4)).sum().backward()
+        storages = [p.grad.to_local().untyped_storage() for p in model.parameters()]
+        model.zero_grad()
+        # This list is all that holds them.
+        users = [torch._C._storage_Use_Count(storage._cdata) for storage in storages]
+        assert len(users) == 4
+        assert set(users) == {1}, users
+
+
+@pytest.mark.parametrize(("world", "how"), [(1, "eager"), (2, "eager"), (2, "model")])
+def test_gradients_that_are_dropped_leave_nothing_behind(world: int, how: str) -> None:
+    """A forward must not find the memory of the gradients before it still in use."""
+    run_ranks(world, free_gradients, how)
+
+
 def late_use() -> None:
     """A penalty on a parameter outside of every unit's forward comes late, and is reduced by itself."""
     pair = Pair("mlp")

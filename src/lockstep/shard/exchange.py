@@ -113,7 +113,7 @@ class ScatterExchange:
     def __init__(self, transport: Transport, loads: Sequence[Load]) -> None:
         self._transport = transport
         self.loads = list(loads)  # by bucket
-        self._under_way: list[ScatterFlight] = []
+        self._under_way: list[ScatterFlight] = []  # those that hold an input buffer
 
     @property
     def name(self) -> str:
@@ -136,12 +136,11 @@ class ScatterExchange:
         if load.is_kept:
             return Landed()
         limit = load.unit.max_scatter_inputs
-        while sum(flight.holds_input for flight in self._under_way) >= limit:
-            next(flight for flight in self._under_way if flight.holds_input).land_scatter()
+        while len(under_way := [flight for flight in self._under_way if flight.holds_input]) >= limit:
+            under_way[0].land_scatter()
         flight = ScatterFlight(load, flat, self._transport.watch, partial(_moment, bucket), f"bucket {bucket.index}")
         bucket.flat = flight.shard
-        self._under_way = [f for f in self._under_way if not f.is_over]
-        self._under_way.append(flight)
+        self._under_way = [f for f in (*self._under_way, flight) if f.holds_input]
         return flight
 
 
@@ -155,7 +154,6 @@ class ScatterFlight:
         self._name = name
         self._input: Tensor | None = flat
         self._second: WorkFlight | None = None
-        self.is_over = False
         self.landed_ns: int | None = None
         unit, layout = load.unit, load.layout
         self._mean = load.averages(flat)
@@ -209,10 +207,10 @@ class ScatterFlight:
         self.land_scatter()
         if self._second is not None:
             self._second.land(watch, moment)
-        self.is_over = True
         hook = self._load.unit.all_reduce_hook
         if hook is not None and self._load.partial is None:
             hook(self.shard)
+        del self.shard  # which is a gradient's from now on, and is freed with it
         return None
 
 
