@@ -184,6 +184,14 @@ CASES: dict[str, dict[str, Any]] = {
     "MLP, sharded, scaler that skips": {"wrap": "shard", "scaler": "skips", "bits": True},
     "MLP, sharded, foreach": {"wrap": "shard", "optimizer": "foreach"},
     "MLP, sharded, collectives forced": {"wrap": "shard", "forced": True, "bits": True},
+    "MLP, sharded, accumulate 4": {"wrap": "shard", "accumulate": 4, "bits": True},
+    "GPT, sharded, compiled, accumulate 4, collectives forced": {
+        "wrap": "shard",
+        "model": "GPT",
+        "compiled": True,
+        "accumulate": 4,
+        "forced": True,
+    },
     "dropout, sharded": {"wrap": "shard", "model": "dropout", "bits": True},
     "CNN, sharded": {"wrap": "shard", "model": "CNN", "bits": True},
     "GPT, sharded": {"wrap": "shard", "model": "GPT", "bits": True},
@@ -403,6 +411,8 @@ def hand_loop(
         ddp_syncs = getattr(ddp, "require_backward_grad_sync", None)
         if ddp_syncs is not None:
             ddp.require_backward_grad_sync = is_last
+        if hasattr(module, "set_requires_gradient_sync"):
+            module.set_requires_gradient_sync(is_last)
         loss = called(batch.to(DEVICE))
         share = loss / accumulate if accumulate > 1 else loss
         (scaler.scale(share) if scaler is not None else share).backward()

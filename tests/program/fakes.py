@@ -35,6 +35,7 @@ class FakeMachine:
         self.places: list[str] = []
         self.wrappers: list[Any] = []
         self.units: list[Any] = []  # of sharded models
+        self.wholes: Callable[[], list[Any]] = list  # their whole parameters, in which micro-batches add up
         self.refusal: Exception | None = None
         self.around_replay: Callable[[Callable[[], Any]], Any] = lambda run: run()
 
@@ -56,6 +57,8 @@ class FakeMachine:
         before = [(t, t.detach().clone()) for t in (*_state_of(self._model, self._optimizers), *self._extra)]
         grads = [None if p.grad is None else p.grad.detach() for p in self._model.parameters()]
         before += [(g, g.clone()) for g in grads if g is not None]
+        adding = [(p, None if p.grad is None else p.grad.detach()) for p in self.wholes()]
+        before += [(g, g.clone()) for _, g in adding if g is not None]
         randomness = torch.get_rng_state()
         with self._nothing_sent():
             outputs = run()
@@ -63,6 +66,8 @@ class FakeMachine:
         with torch.no_grad():
             for tensor, value in before:
                 tensor.copy_(value)
+        for parameter, gradient in adding:
+            parameter.grad = gradient
         return FakeRecording(self, run, outputs, grads), outputs
 
     @contextmanager
@@ -72,7 +77,8 @@ class FakeMachine:
         before = [reducer.exchange for reducer in reducers]
         for reducer in reducers:
             reducer.exchange = Silent(reducer.exchange)
-        comms = [(unit, unit.gather_comm, unit.scatter_comm) for unit in self.units]
+        units = [unit for unit in self.units if not unit.mesh.is_alone]
+        comms = [(unit, unit.gather_comm, unit.scatter_comm) for unit in units]
         for unit, _, _ in comms:
             unit.gather_comm, unit.scatter_comm = SilentGather(), silent_scatter
         try:
@@ -166,7 +172,8 @@ def captured_on_a_stand_in(step: Any, setup: Any) -> FakeMachine:
     machine = FakeMachine(setup.module, setup.optimizers)
     recipe = step._recipe
     machine.wrappers = recipe.parallel.wrappers
-    machine.units = [unit for root in recipe.parallel.roots for unit in root.units if not unit.mesh.is_alone]
+    machine.units = [unit for root in recipe.parallel.roots for unit in root.units]
+    machine.wholes = lambda: [p.full for unit in machine.units for p in unit.parameters if p.full is not None]
     if recipe.average is not None:
         machine._extra += recipe.average.values
     if setup.scaler is not None:

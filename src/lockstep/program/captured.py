@@ -129,7 +129,7 @@ class Captured:
     def _key(self, batch: Batch, index: int, is_last: bool) -> Kind:
         recipe = self._recipe
         optimizers = recipe.options.optimizers
-        memory = memory_of(recipe.parameters, optimizers)
+        memory = (memory_of(recipe.parameters, optimizers), tuple(map(id, self._adding())))
         if memory != self._memory:
             self._forget_programs(memory)
         baked = optimizer_settings(optimizers, with_rates=self._rates_are_baked) if is_last else ()
@@ -277,21 +277,31 @@ class Captured:
             recipe.begin()
             return
         if self._kept is None:
-            self._kept = [torch.zeros_like(p) for p in recipe.parameters]
+            self._kept = [torch.zeros_like(p) for p in self._adding()]
         torch_private.foreach_zero(self._kept)
+        if recipe.parallel.roots:
+            recipe.begin()  # what shards have comes with the last micro-step
         self._attach_kept()
+
+    def _adding(self) -> list[Any]:
+        """In whose ``.grad`` micro-steps add up; of a sharded model the whole parameters."""
+        steps = [step for root in self._recipe.parallel.roots for step in root.steps]
+        return [slot.parameter for step in steps for slot in step.reducer.slots] if steps else self._recipe.parameters
+
+    def _flags(self) -> tuple[bool, ...]:
+        """Which of those trained when the window began; of a sharded model they are only those that do."""
+        return self._trained.as_it_began if not self._recipe.parallel.roots else (True,) * len(self._adding())
 
     def _attach_kept(self) -> None:
         if self._kept is not None:
-            places = zip(self._recipe.parameters, self._kept, self._trained.as_it_began, strict=True)
-            for parameter, kept, has_one in places:
+            for parameter, kept, has_one in zip(self._adding(), self._kept, self._flags(), strict=True):
                 parameter.grad = kept.detach() if has_one else None
 
     def _take_edits(self) -> None:
         """Between two micro-steps the user may have done something to ``.grad``: it is done to what programs add to."""
         if self._kept is None:
             return
-        places = zip(self._recipe.parameters, self._kept, self._trained.as_it_began, strict=True)
+        places = zip(self._adding(), self._kept, self._flags(), strict=True)
         for parameter, kept in [(parameter, kept) for parameter, kept, has_one in places if has_one]:
             if parameter.grad is None:
                 kept.zero_()
