@@ -325,7 +325,9 @@ def test_a_capture_that_fails_inside_a_window_keeps_what_was_added_up() -> None:
     def undoing(run: Any) -> Any:
         state.update(
             {
-                "tensors": [(t, t.detach().clone()) for t in [*setup.module.parameters(), *step._runner._kept]]
+                "tensors": [
+                    (t, t.detach().clone()) for t in [*setup.module.parameters(), *(step._runner._kept._tensors or [])]
+                ]
                 + [
                     (value, value.clone()) for values in setup.optimizers[0].state.values() for value in values.values()
                 ],

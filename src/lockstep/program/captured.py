@@ -4,9 +4,6 @@
     then                 captured (nothing happens), and replayed: that step
     from then on         inputs are copied in, rates written, replayed
 
-[Note: gradients that stay]  With micro-batches, several programs add to the same gradients.  They lie in memory that is
-the same for all programs and for the loop, so that any of them may run any micro-step of a window.
-
 [Note: what a capture leaves]  A capture runs Python as a step does, and nothing on the device.  So what Python counted
 is put back, and counted again by each replay.  A capture that fails has changed nothing either; the step then walks
 through the loop.
@@ -29,6 +26,7 @@ from lockstep.observe.timeline import now
 from lockstep.program.batch import Batch, Unwritten, map_tensors
 from lockstep.program.cuda import Inbox, Machine, Mark, Recording
 from lockstep.program.guards import Surroundings, TrainedInWindow, memory_of, optimizer_settings, trains
+from lockstep.program.kept import Kept
 from lockstep.program.optimizers import Rates, keeps_python_state, load_kernels, move_step_counts
 from lockstep.program.places import shown
 from lockstep.program.randomness import HostRandomness
@@ -83,9 +81,9 @@ class Captured:
         self._rates: Rates | None = None
         self._rates_are_baked = not all(map(takes_rate_as_tensor, recipe.options.optimizers))
         self._memory: Hashable = None
-        self._kept: list[Tensor] | None = None  # see [Note: gradients that stay]
         self._current: Program | None = None
         self._trained = TrainedInWindow()
+        self._kept = Kept(recipe, self._trained)
         self._counter = torch.zeros((), dtype=torch.int64, device=recipe.parallel.device)
         self._counter.add_(0)  # its kernel is loaded before it is captured
         self._num_counted = 0
@@ -99,7 +97,7 @@ class Captured:
         """Run micro-step ``index`` of a window, with the update if it is the last."""
         batch = Batch.of(tree)
         if index > 0:
-            self._take_edits()
+            self._kept.take_edits()
         key = self._key(batch, index, is_last)
         program = self._programs.get(key)
         restless = self._restless.look(key, batch, is_new=program is None and not self._seen[hash(key)])
@@ -129,7 +127,7 @@ class Captured:
     def _key(self, batch: Batch, index: int, is_last: bool) -> Kind:
         recipe = self._recipe
         optimizers = recipe.options.optimizers
-        memory = (memory_of(recipe.parameters, optimizers), tuple(map(id, self._adding())))
+        memory = (memory_of(recipe.parameters, optimizers), tuple(map(id, self._kept.adding())))
         if memory != self._memory:
             self._forget_programs(memory)
         baked = optimizer_settings(optimizers, with_rates=self._rates_are_baked) if is_last else ()
@@ -145,7 +143,8 @@ class Captured:
             self._record.note("parameters or optimizer state were replaced; programs are captured anew")
             self._seen.clear()
         self._programs.clear()
-        self._memory, self._kept, self._current, self._rates = memory, None, None, None
+        self._kept.forget()
+        self._memory, self._current, self._rates = memory, None, None
 
     # ---------------------------------------------------------------- whether
 
@@ -241,9 +240,9 @@ class Captured:
     def _walk(self, batch: Any, index: int, is_last: bool) -> Any:
         recipe = self._recipe
         if index == 0:
-            self._begin()
+            self._kept.begin()
         elif self._current is not None:
-            self._attach_kept()
+            self._kept.attach()
         result = recipe.micro(batch, is_last=is_last)
         if is_last:
             recipe.update()
@@ -269,48 +268,6 @@ class Captured:
                 if unused and hash(key) not in self._refused:
                     self._refuse(key, f"no rank uses these parameters in such a step: {', '.join(unused[:5])}")
 
-    # ---------------------------------------------------------------- gradients
-
-    def _begin(self) -> None:
-        recipe = self._recipe
-        if recipe.options.accumulate == 1:
-            recipe.begin()
-            return
-        if self._kept is None:
-            self._kept = [torch.zeros_like(p) for p in self._adding()]
-        torch_private.foreach_zero(self._kept)
-        if recipe.parallel.roots:
-            recipe.begin()  # what shards have comes with the last micro-step
-        self._attach_kept()
-
-    def _adding(self) -> list[Any]:
-        """In whose ``.grad`` micro-steps add up; of a sharded model the whole parameters."""
-        steps = [step for root in self._recipe.parallel.roots for step in root.steps]
-        return [slot.parameter for step in steps for slot in step.reducer.slots] if steps else self._recipe.parameters
-
-    def _flags(self) -> tuple[bool, ...]:
-        """Which of those trained when the window began; of a sharded model they are only those that do."""
-        return self._trained.as_it_began if not self._recipe.parallel.roots else (True,) * len(self._adding())
-
-    def _attach_kept(self) -> None:
-        if self._kept is not None:
-            for parameter, kept, has_one in zip(self._adding(), self._kept, self._flags(), strict=True):
-                parameter.grad = kept.detach() if has_one else None
-
-    def _take_edits(self) -> None:
-        """Between two micro-steps the user may have done something to ``.grad``: it is done to what programs add to."""
-        if self._kept is None:
-            return
-        places = zip(self._adding(), self._kept, self._flags(), strict=True)
-        for parameter, kept in [(parameter, kept) for parameter, kept, has_one in places if has_one]:
-            if parameter.grad is None:
-                kept.zero_()
-            elif parameter.grad.data_ptr() != kept.data_ptr():
-                kept.copy_(parameter.grad)
-            else:
-                continue
-            parameter.grad = kept.detach()
-
     # ---------------------------------------------------------------- capture
 
     def _capture(self, batch: Batch, index: int, is_last: bool) -> Program:
@@ -322,7 +279,7 @@ class Captured:
         if index == 0 and recipe.options.accumulate == 1:
             recipe.begin()
         elif index > 0:
-            self._attach_kept()
+            self._kept.attach()
         for root in recipe.parallel.roots:
             root.prepare_program()
         for step in recipe.parallel.steps:
@@ -350,7 +307,7 @@ class Captured:
                 self._current = None
                 recipe.begin()
                 if index > 0:
-                    self._attach_kept()
+                    self._kept.attach()
             randomness.restore()
             counts.put_back()
         gradients = [p.grad for p in recipe.parameters]
@@ -367,7 +324,7 @@ class Captured:
     def _captured_walk(self, batch: Any, index: int, is_last: bool) -> Any:
         recipe = self._recipe
         if index == 0 and recipe.options.accumulate > 1:
-            self._begin()
+            self._kept.begin()
         result = recipe.micro(batch, is_last=is_last)
         if is_last:
             recipe.update()
