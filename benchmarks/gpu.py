@@ -401,7 +401,8 @@ def shard_two_ranks(wrappers: list[str], quick: bool) -> dict[str, Any]:
     from gpu_shard import SUBJECTS
 
     two = {"num_ranks": 2, "backend": "gloo", "time_limit": 280}
-    names = [name for name in SUBJECTS if name != "compiled, not sharded"]
+    # gloo cannot be captured
+    names = [name for name, options in SUBJECTS.items() if "captured" not in options and options["subject"] != "none"]
     memory = {
         name: _or_error(lambda n=name: run_ranks("gpu_shard:peak_memory_of_two", {"name": n}, **two)) for name in names
     }
@@ -528,6 +529,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for gpu.json")
     parser.add_argument("--only", action="append", choices=list(PARTS), help="this part alone; may be repeated")
+    parser.add_argument("--wrapper", action="append", choices=["torch", "lockstep"], help="this one alone")
     parser.add_argument("--quick", action="store_true", help="few rounds")
     parser.add_argument("--before", type=Path, help="folder that before.py --export wrote; else git is asked")
     parser.add_argument("--cpu", action="store_true", help="a tiny model without a GPU: shows that it runs")
@@ -543,7 +545,7 @@ def main() -> int:
     missing = lockstep_is_here()
     if missing:
         print(f"lockstep is left out: {missing}")
-    wrappers = ["torch"] if missing else ["torch", "lockstep"]
+    wrappers = ["torch"] if missing else arguments.wrapper or ["torch", "lockstep"]
     arguments.out.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {
         "torch": torch.__version__,
