@@ -121,6 +121,8 @@ class DistributedDataParallel(TorchNames, _Base):
         nonfinite: Policy = "warn",
     ) -> None:
         nn.Module.__init__(self)  # Joinable's own state is the part's, see uneven.py
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"DistributedDataParallel wraps a torch.nn.Module, got {type(module).__name__}.")
         self._options = options = Options(
             device_ids=device_ids,
             output_device=output_device,
