@@ -48,7 +48,7 @@ def test_a_bad_word_names_its_argument(name: str) -> None:
 
 
 def test_what_is_no_module_and_what_is_no_group() -> None:
-    with pytest.raises(TypeError, match="wraps a torch.nn.Module, got int"):
+    with pytest.raises(TypeError, match=r"wraps a torch\.nn\.Module, got int"):
         lockstep.DDP(3)  # type: ignore[arg-type]
     nobody = torch.distributed.GroupMember.NON_GROUP_MEMBER  # what new_group() gives to those who are not in it
     with pytest.raises(TypeError, match="process_group must be a process group that this rank belongs to, got -100"):
