@@ -31,8 +31,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.observe.report import write_report
-from lockstep.observe.timeline import Timeline
+from lockstep import Timeline, write_report
 
 TEMPERATURE = 0.6  # below 1: the sample keeps to what the model is sure of
 DATA = Path(__file__).parent / "data" / "tales.txt"

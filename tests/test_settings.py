@@ -26,8 +26,6 @@ ACCESSORS = {
     "LOCKSTEP_ARTIFACTS": settings.artifacts,
     "LOCKSTEP_RUN_FOLDER": settings.run_folder,
 }
-# Files that still read a variable themselves; the list may only become shorter.
-NOT_YET = {"ddp/compilation.py", "ddp/wrapper.py", "graph/share.py"}
 
 
 def test_the_documented_table_is_the_code() -> None:
@@ -42,7 +40,7 @@ def test_every_setting_has_its_accessor() -> None:
 def test_variables_are_named_in_one_file() -> None:
     by_path = {str(path.relative_to(SOURCE)): path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
     naming = {path for path, text in by_path.items() if re.search(r"[\"\']LOCKSTEP_\w+[\"\']", text)}
-    assert naming - NOT_YET == {"settings.py"}
+    assert naming == {"settings.py"}
 
 
 @pytest.mark.parametrize("setting", SECONDS, ids=lambda setting: setting.name)

@@ -63,17 +63,17 @@ class Setting:
 AGREEMENT_TIMEOUT = Setting(
     "LOCKSTEP_AGREEMENT_TIMEOUT",
     "600",
-    "seconds to wait for all ranks to wrap their model, or to agree on bucket sizes",
+    "how many seconds a rank waits for all others to wrap their model, or to agree on bucket sizes",
 )
 STALL_SECONDS = Setting(
     "LOCKSTEP_STALL_SECONDS",
     "10",
-    "seconds after which a waiting rank says who is late; the pause doubles with each message",
+    "seconds after which a waiting rank logs who is late; the interval doubles with each message",
 )
 HEARTBEAT_TIMEOUT = Setting(
     "LOCKSTEP_HEARTBEAT_TIMEOUT",
     "60",
-    "seconds without a sign of life from a rank that is waited for, or from the store, after which it is an error; 0: "
+    "seconds without a sign of life, from a rank that others wait for or from the store, until that is an error; 0: "
     "never",
     may_be_zero=True,
 )
@@ -99,7 +99,7 @@ BACKEND = Setting(
 REPORT_DIR = Setting(
     "LOCKSTEP_REPORT_DIR",
     "out",
-    "folder for the reports that `lockstep run` writes of ends that were not planned; `--report-dir` goes first",
+    "folder for the reports that `lockstep run` writes after a failure or a signal; `--report-dir` takes precedence",
     is_seconds=False,
 )
 INJECT = Setting(
@@ -111,13 +111,14 @@ INJECT = Setting(
 ARTIFACTS = Setting(
     "LOCKSTEP_ARTIFACTS",
     "",
-    "folder that `lockstep precompile` wrote: each `TrainStep` loads its compiled programs from there. They are code",
+    "folder that `lockstep precompile` wrote, from which each `TrainStep` loads its compiled programs. They are "
+    "executable code: trust the folder",
     is_seconds=False,
 )
 RUN_FOLDER = Setting(
     "LOCKSTEP_RUN_FOLDER",
     "",
-    "set by `lockstep run` for its ranks: where they leave word for the launcher",
+    "set by `lockstep run` for its ranks: the folder they share with the launcher",
     is_seconds=False,
 )
 

@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from lockstep.agree import link
 from lockstep.agree.board import Board
-from lockstep.agree.line import Line, end_threads, read
+from lockstep.agree.keys import read
+from lockstep.agree.line import Line, end_threads
 from lockstep.agree.pulse import Pulse
 from lockstep.agree.sockets import hang_up
 from lockstep.errors import PeerLate, StoreSilent

@@ -47,6 +47,14 @@ def test_a_bad_word_names_its_argument(name: str) -> None:
         lockstep.DDP(nn.Linear(2, 2), **{name: BAD[name]})  # type: ignore[arg-type]
 
 
+def test_what_is_no_module_and_what_is_no_group() -> None:
+    with pytest.raises(TypeError, match=r"wraps a torch\.nn\.Module, got int"):
+        lockstep.DDP(3)  # type: ignore[arg-type]
+    nobody = torch.distributed.GroupMember.NON_GROUP_MEMBER  # what new_group() gives to those who are not in it
+    with pytest.raises(TypeError, match="process_group must be a process group that this rank belongs to, got -100"):
+        lockstep.DDP(nn.Linear(2, 2), process_group=nobody)  # type: ignore[arg-type]
+
+
 def test_a_deprecated_argument_blames_its_caller() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

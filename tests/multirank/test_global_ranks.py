@@ -57,6 +57,8 @@ def differ(how: str, folder: str) -> dict[str, Any] | None:
         (model[0].weight if is_other else model[0].bias).requires_grad_(True)
     if how == "freeze" and is_other:
         model[0].weight.requires_grad_(False)
+    if how == "replace":
+        model[0].weight = nn.Parameter(torch.ones(4, 4))
     factor = float("nan") if how == "nan" and is_other else 1.0
     return caught(lambda: ddp(torch.full((1, 4), factor)).sum().backward())
 
@@ -71,6 +73,12 @@ def test_a_table_of_what_differs(how: str, tmp_path: Path) -> None:
         assert "rank 1 " in found["text"]
         assert "rank 2 " in found["text"]
         assert "rank 0 " not in found["text"]
+
+
+def test_a_parameter_that_was_replaced(tmp_path: Path) -> None:
+    _, *found = run_ranks(3, differ, "replace", str(tmp_path))
+    for rank, error in enumerate(found, 1):
+        assert error["text"].startswith(f"Rank {rank}: the wrapped module was changed"), error
 
 
 def test_a_rank_with_nan(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ and named.  So everything ranks must agree on, and every word about who is late 
 from __future__ import annotations
 
 import json
-import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
@@ -17,7 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from lockstep import settings, torch_private
-from lockstep.agree.line import read
+from lockstep.agree.keys import full_name, read, shared_store
 from lockstep.agree.pulse import Pulse, pulse_of_this_process
 from lockstep.errors import PeerLate, StoreSilent
 
@@ -244,19 +243,14 @@ def _names(text: str | None, prefix: str) -> list[str]:
 def open_board(process_group: Any, kind: str = "wrappers") -> Board | None:
     """The board for the next wrapper of this kind on this group; None where ranks share no store.
 
-    Ranks wrap models on a group in the same order, so a counter per group names the board.  The restart count is
-    part of the name because a launcher may keep its store over restarts.
+    Ranks wrap models on a group in the same order, so a counter per group names the board.
     """
-    if process_group.size() == 1 or torch_private.is_pretended(process_group):
+    store = shared_store(process_group)
+    if store is None:
         return None
-    try:
-        store = torch_private.default_store()
-    except (RuntimeError, ValueError):
-        return None  # a group that was not made by init_process_group brings no store along
     place = f"{process_group.group_name}/{kind}"
     index = next(_wrap_counters.setdefault(f"{place}/{process_group.rank()}", count()))  # ranks may be threads
-    prefix = f"lockstep/{_attempt()}/{place}/{index}"
-    return board_of(process_group, store, prefix)
+    return board_of(process_group, store, full_name(f"{place}/{index}"))
 
 
 _boards_of_all: weakref.WeakKeyDictionary[Any, dict[str, Board]] = weakref.WeakKeyDictionary()
@@ -265,20 +259,16 @@ _boards_of_all: weakref.WeakKeyDictionary[Any, dict[str, Board]] = weakref.WeakK
 def board_of_all(kind: str) -> Board | None:
     """The board of this kind that all ranks of the default group share; None where there is nobody to share it with."""
     try:
-        group, store = torch_private.default_group(), torch_private.default_store()
+        group = torch_private.default_group()
     except (RuntimeError, ValueError):
         return None
-    if group.size() == 1 or torch_private.is_pretended(group):
+    store = shared_store(group)
+    if store is None:
         return None
     boards = _boards_of_all.setdefault(group, {})
     if kind not in boards:
-        boards[kind] = board_of(group, store, f"lockstep/{_attempt()}/{group.group_name}/{kind}")
+        boards[kind] = board_of(group, store, full_name(f"{group.group_name}/{kind}"))
     return boards[kind]
-
-
-def _attempt() -> str:
-    """Which attempt this is: a launcher may keep its store over restarts."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def board_of(process_group: Any, store: Any, prefix: str) -> Board:

@@ -7,7 +7,6 @@ model is wrapped, or, where ranks were not compared then, at the end of the firs
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from array import array
@@ -18,6 +17,7 @@ import torch
 
 from lockstep import torch_private
 from lockstep.agree.board import board_of
+from lockstep.agree.keys import full_name, shared_store
 from lockstep.agree.watch import Watch
 
 _planes: weakref.WeakKeyDictionary[Any, ControlPlane] = weakref.WeakKeyDictionary()
@@ -69,8 +69,7 @@ class ControlPlane:
 
     def __init__(self, process_group: Any, name: str = "control") -> None:
         self._rank, self._world = process_group.rank(), process_group.size()
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._prefix = f"lockstep/{attempt}/{process_group.group_name}/{name}"
+        self._prefix = full_name(f"{process_group.group_name}/{name}")
         self._timeout = torch_private.group_timeout(process_group)
         self._group: Any = None
         self._num_renewals = 0
@@ -134,12 +133,8 @@ def start_thread(function: Callable[[], Any]) -> torch.futures.Future[Any]:
 
 def control_of(process_group: Any) -> ControlPlane | None:
     """The control plane of a group; None where ranks share no store, or there is only one."""
-    if process_group.size() == 1 or torch_private.is_pretended(process_group) or not torch_private.has_host_groups():
+    if shared_store(process_group) is None or not torch_private.has_host_groups():
         return None
-    try:
-        torch_private.default_store()
-    except (RuntimeError, ValueError):
-        return None  # a group that was not made by init_process_group brings no store along
     plane = _planes.get(process_group)
     if plane is None:
         plane = _planes[process_group] = ControlPlane(process_group)

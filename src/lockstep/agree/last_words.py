@@ -92,7 +92,6 @@ def _hook_exceptions() -> None:
             _tell(error)
         previous(kind, error, trace)
 
-    post_and_show.is_lockstep = True  # type: ignore[attr-defined]
     sys.excepthook = post_and_show
 
 
@@ -117,7 +116,6 @@ def _hook_exit() -> None:
             _note_exit(status, sys.exception())
         previous(status)
 
-    note_and_exit.is_lockstep = True  # type: ignore[attr-defined]
     sys.exit = note_and_exit
 
 

@@ -27,7 +27,6 @@ from lockstep.errors import StoreSilent
 logger = logging.getLogger("lockstep")
 
 T = TypeVar("T")
-_NOTHING = "\x00"
 _MOST_ROUNDS = 3
 _MOST_TRIES = 10
 _LONGEST_SLEEP = 3600.0
@@ -277,10 +276,3 @@ def _call(link: Link, function: Callable[[Any], Any], repeats: bool) -> Any:
     except dist.DistNetworkError as error:
         link.lose(error)
         raise
-
-
-def read(store: Any, key: str) -> str | None:
-    """The value of ``key``, None if it is missing or empty; never waits, as ``get`` does for a key that is missing."""
-    value = store.compare_set(key, _NOTHING, _NOTHING)
-    text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
-    return None if text == _NOTHING else text or None

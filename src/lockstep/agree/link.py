@@ -21,6 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lockstep.agree.keys import read
 from lockstep.agree.sockets import address_of
 
 logger = logging.getLogger("lockstep")
@@ -31,7 +32,6 @@ MAKE_SECONDS = 2.0  # for a connection of torch's, which may take a few times as
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 4.0  # the latter well below the deadline for a store that is silent
 _chance = random.Random()  # the program's own random numbers stay its own
 _LASTS_AFTER = 10.0  # seconds: a connection that breaks sooner counts as another failure
-_NOTHING = "\x00"
 
 
 class State(Enum):
@@ -115,7 +115,7 @@ class Link:
             if _is_listened_at(self._address) and not self.is_closing:
                 self.is_making = True
                 made = self._connection.clone()
-            is_same = made is not None and _read(made, self._mark) == self._mark
+            is_same = made is not None and read(made, self._mark) == self._mark
         except (OSError, dist.DistError):
             # A store that is known to be gone does not come back by not being reached.
             self._put_off(State.GONE if self.state is State.GONE else State.CUT)
@@ -155,9 +155,3 @@ def _is_listened_at(address: tuple[str, int]) -> bool:
             return False
         except TimeoutError:
             return True
-
-
-def _read(store: Any, key: str) -> str:
-    """The value of a key, without waiting for one that is missing."""
-    value = store.compare_set(key, _NOTHING, _NOTHING)
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

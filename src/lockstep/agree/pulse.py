@@ -7,7 +7,6 @@ Nothing of this happens in a training step; it is a thread's work, a few store c
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,7 +16,8 @@ from typing import Any
 from lockstep import torch_private
 from lockstep.agree.alive import Process, this_process
 from lockstep.agree.beat import Beat, Place, Words, read_beat, read_words, stack_now, where_now
-from lockstep.agree.line import Line, read
+from lockstep.agree.keys import full_name, read
+from lockstep.agree.line import Line
 from lockstep.agree.sockets import listens, port_of
 from lockstep.errors import StoreSilent
 
@@ -125,8 +125,7 @@ class Pulse:
     """This process among the others, by global rank."""
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._self = _Self(f"lockstep/{attempt}/processes", rank, world, listens(port_of(store)))
+        self._self = _Self(full_name("processes"), rank, world, listens(port_of(store)))
         self.rank, self.world = rank, world
         # More ranks look at more ranks: rarer, so that the store's work grows with the number of ranks, not its square.
         self.period = max(1.0, world / 100)

@@ -85,7 +85,8 @@ class Compilation:
         self.overlap = overlap
         self._caps = caps
         self._plan_is_given = plan_is_given
-        self._sizes_are_open = sizes_are_open
+        # Whether bucket sizes are this wrapper's to choose: the user gave neither sizes nor a plan.
+        self.sizes_are_open = sizes_are_open
         self._first_digest = step.reducer.plan.digest
         self._link: LinkModel | None = None
         self._has_asked = self._all_compile = False
@@ -95,14 +96,9 @@ class Compilation:
         self._num_graphs_seen = self._num_graphs_checked = -1
         self._num_passes_to_check = 0
 
-    @property
-    def sizes_are_open(self) -> bool:
-        """Whether bucket sizes are this wrapper's to choose: the user gave neither sizes nor a plan."""
-        return self._sizes_are_open and not self._plan_is_given
-
     def keep(self, plan: Plan) -> None:
         """Take a plan for good, as if the user had given it; on all ranks, before the first backward."""
-        self._plan_is_given, self._sizes_are_open = True, False
+        self._plan_is_given, self.sizes_are_open = True, False
         if plan.digest != self._step.reducer.plan.digest:
             self._keeper.adopt(plan)
 
@@ -116,7 +112,7 @@ class Compilation:
     def _ask(self, compiler_is_watching: bool) -> None:
         if self._peers.world == 1:
             self._all_compile = True
-            self._link = LinkModel.free() if self._sizes_are_open else None
+            self._link = LinkModel.free() if self.sizes_are_open else None
             return
         if self._peers.board is None:
             return
@@ -128,7 +124,7 @@ class Compilation:
             # For those who ask; an eager rank never waits.
             self._peers.board.post(f"{_INTENTION}/{self._peers.rank}", "no")
             return
-        if not self._sizes_are_open:
+        if not self.sizes_are_open:
             answer = "yes"
         else:
             answer = "yes, sizes open" if known is None else f"yes, plan {known.digest}"
@@ -274,7 +270,7 @@ class Compilation:
         return plan_from_groups(specs, groups, self._caps)
 
     def _plan_by_pace(self, gm: fx.GraphModule, slots: dict[int, Slot]) -> Plan | None:
-        if self._link is None or not self._sizes_are_open:
+        if self._link is None or not self.sizes_are_open:
             return None
         specs = setup.specs_of(self._step.reducer.slots, setup.sparse_parameter_names(self._module))
         covered = {slot.name for slot in slots.values()}

@@ -101,9 +101,15 @@ class Options:
             )
 
     def _check_group(self) -> None:
+        group = self.process_group
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                f"process_group must be a process group that this rank belongs to, got {group!r}. "
+                "(dist.new_group() returns no group on ranks that are not in it.)"
+            )
         if self.device_mesh is None:
             return
-        if self.process_group is not None:
+        if group is not None:
             raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
         if self.device_mesh.ndim != 1:
             raise RuntimeError(

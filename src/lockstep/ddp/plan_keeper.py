@@ -184,7 +184,7 @@ class PlanKeeper:
                 self._warn_functional_call(slot.name)
                 return
             if id(slot.parameter) not in known:
-                error = errors.model_changed(slot.name, "was added or replaced", rank=self._peers.rank)
+                error = errors.model_changed(slot.name, "was added or replaced", rank=self._step.reducer.shown_rank)
                 self._log.data.set_error_and_log(str(error))
                 raise error
         self._hooks.find_again()

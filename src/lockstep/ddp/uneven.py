@@ -158,7 +158,7 @@ class UnevenInputs(Joinable):
         if self._buffers.will_sync_before:
             self._buffers.exchange(self.find_common_rank(self._peers.rank, False))
 
-    def ask_whether_to_sync(self, *, has_joined: bool) -> bool:
+    def ask_whether_to_sync(self) -> bool:
         """Ask ranks with data whether this iteration's backward will synchronise."""
         flight, answer = self._tell_whether_to_sync(False)
         self.step.reducer.transport.land(flight, "the question whether this iteration synchronises")

@@ -36,6 +36,7 @@ from lockstep.ddp.torch_names import TorchNames
 from lockstep.engine.nonfinite import Policy
 from lockstep.engine.optimizer_in_backward import take_over_optimizers
 from lockstep.engine.recovery import MADE_EQUAL, reset_together
+from lockstep.engine.states import State
 from lockstep.engine.union import Check
 from lockstep.graph.explain import Explanation
 from lockstep.observe.logging_data import LoggingData
@@ -121,6 +122,8 @@ class DistributedDataParallel(TorchNames, _Base):
         nonfinite: Policy = "warn",
     ) -> None:
         nn.Module.__init__(self)  # Joinable's own state is the part's, see uneven.py
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"DistributedDataParallel wraps a torch.nn.Module, got {type(module).__name__}.")
         self._options = options = Options(
             device_ids=device_ids,
             output_device=output_device,
@@ -201,7 +204,7 @@ class DistributedDataParallel(TorchNames, _Base):
         if step.static.is_on:
             warnings.warn("static_graph is already set; there is no need to set it again.", stacklevel=2)
             return
-        if step.num_windows or step.state.value != "idle":
+        if step.num_windows or step.state is not State.IDLE:
             throw(
                 self.logger,
                 RuntimeError,

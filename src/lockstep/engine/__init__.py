@@ -1,1 +1,1 @@
-"""How gradients travel: the reducer, its callers in eager mode, comm hooks, buffers, join."""
+"""How gradients travel: the step, its feeders, the reducer and its parts; docs/architecture.md has the way through."""

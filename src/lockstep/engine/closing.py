@@ -239,7 +239,7 @@ class Closing:
         reducer, intake = self._step.reducer, self._step.intake
         reducer.collect(bucket)
         with self._handing_out():  # hooks on the shards of a sharded model run in here, and may be optimizers
-            reducer.hand_out(bucket, is_used, in_place=intake.context_gradients is not None, into=intake.results)
+            reducer.memory.hand_out(bucket, is_used, in_place=intake.context_gradients is not None, into=intake.results)
 
     def _after(self, bucket: LiveBucket) -> None:
         if self._step.after_bucket is not None and not self._is_withheld():
@@ -296,7 +296,7 @@ class Closing:
             reducer.collect(bucket)
             for slot in bucket.slots:
                 set_gradient(slot.parameter, None)
-            reducer.hand_out(bucket, is_used)
+            reducer.memory.hand_out(bucket, is_used)
             if bucket in remaining:
                 reducer.add_late(bucket, [None] * len(bucket.slots), is_used)
         self._end_first()

@@ -63,7 +63,7 @@ class DelayedReduction:
                 self._reducer.launch(bucket, [slot.parameter.grad for slot in bucket.slots])
             for bucket in self._reducer.buckets:
                 self._reducer.collect(bucket)
-                self._reducer.hand_out(bucket, is_used)
+                self._reducer.memory.hand_out(bucket, is_used)
 
     def _ask_for_used(self) -> Callable[[Slot], bool]:
         """Which of them any rank has a gradient for; the others stay without."""

@@ -16,7 +16,7 @@ of its own, and is known to have come later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import compress
 from operator import attrgetter
 from typing import Any
@@ -26,27 +26,24 @@ from torch import Tensor
 
 from lockstep import torch_private
 from lockstep.engine.bucket import LiveBucket, Slot, flatten_gradient, have_no_gradient, local_tensor
-from lockstep.engine.grad_results import Results
+from lockstep.engine.grad_results import GradResults
 from lockstep.engine.grads import move_out_of
-from lockstep.engine.memory import NOTHING, GradOwnership
+from lockstep.engine.memory import GradOwnership
 
 _dtype_of = attrgetter("dtype")
 _grad_of = attrgetter("grad")
 
 
-class GradMemory:
-    """Moves gradients between ``.grad`` and the flat buffers of one wrapped model.
+class GradMemory(GradResults):
+    """Moves gradients between ``.grad`` and the flat buffers of one wrapped model.  The way back is inherited.
 
     ``scale`` is what gradients are multiplied with on their way into a buffer, so that a sum over ranks is a mean.
     """
 
     def __init__(self, ownership: GradOwnership, reduce_dtype: torch.dtype | None = None) -> None:
-        self.ownership = ownership
+        super().__init__(ownership)
         self.reduce_dtype = reduce_dtype
-        # Another wrapper looks after some of these parameters too: it must find in .grad what autograd put there.
-        self.is_shared = False
         self.keeps_buffers = False
-        self._results = Results(self)
 
     def serve_hook(self, device: torch.device) -> None:
         """A communication hook will be given the buffers: on a GPU they are kept, and never become ``.grad``.
@@ -68,7 +65,7 @@ class GradMemory:
 
     def stage(self, slot: Slot, gradient: Tensor | None, scale: float) -> None:
         """Take a large gradient before its bucket is complete (see STAGE_BYTES)."""
-        if gradient is None or gradient.requires_grad or self.ownership is GradOwnership.OWN or self.is_shared:
+        if gradient is None or gradient.requires_grad or not self.aliases:
             return
         bucket = slot.bucket
         num_bytes = slot.num_elements * gradient.element_size()
@@ -292,7 +289,7 @@ class GradMemory:
 
         Where the result will lie in the buffer, the memory they lay in is free at once.
         """
-        moves = not (bucket.in_place or flat.is_sparse or self.ownership is GradOwnership.OWN or self.is_shared)
+        moves = self.aliases and not (bucket.in_place or flat.is_sparse)
         views = bucket.views(flat) if moves else [flat] * len(bucket.slots)
         dtype = flat.dtype
         for slot, gradient, view in zip(bucket.slots, bucket.gradients, views, strict=True):
@@ -346,27 +343,6 @@ class GradMemory:
     def zeros(self, bucket: LiveBucket, dtype: torch.dtype) -> Tensor:
         """What a rank sends that has nothing for a bucket."""
         return torch.zeros(bucket.spec.num_elements, dtype=dtype, device=bucket.parameters[0].device)
-
-    # ---------------------------------------------------------------- out of the buffer, see grad_results.py
-
-    def hand_out(
-        self,
-        bucket: LiveBucket,
-        is_used: Callable[[Slot], bool] | None = None,
-        *,
-        in_place: bool = False,
-        into: Mapping[Slot, Tensor] = NOTHING,
-    ) -> None:
-        """Give every parameter its reduced gradient."""
-        self._results.hand_out(bucket, is_used, in_place=in_place, into=into)
-
-    def add(self, bucket: LiveBucket, is_used: Callable[[Slot], bool] | None = None) -> None:
-        """Add a landed bucket to what has been handed out of it before."""
-        self._results.add(bucket, is_used)
-
-    def give_back(self, bucket: LiveBucket, scale: float) -> None:
-        """Undo the taking, when a window is abandoned."""
-        self._results.give_back(bucket, scale)
 
 
 def _all_are(gradients: Sequence[Tensor | None], dtype: torch.dtype) -> bool:

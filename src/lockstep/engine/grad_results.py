@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,18 +12,22 @@ from lockstep import torch_private
 from lockstep.engine.bucket import LiveBucket, Slot, are_all_none, are_all_taken, local_tensor
 from lockstep.engine.memory import NOTHING, GradOwnership
 
-if TYPE_CHECKING:
-    from lockstep.engine.grad_memory import GradMemory
-
 _parameter_of, _held_of, _is_dtensor = attrgetter("parameter"), attrgetter("held"), attrgetter("is_dtensor")
 _grad_of, _dtype_of, _requires_grad = attrgetter("grad"), attrgetter("dtype"), attrgetter("requires_grad")
 
 
-class Results:
-    """Hands out what has landed, by the rules of the memory that it belongs to."""
+class GradResults:
+    """Hands out what has landed; who owns ``.grad`` decides how (grad_memory.py, [Note: who owns .grad])."""
 
-    def __init__(self, memory: GradMemory) -> None:
-        self._memory = memory
+    def __init__(self, ownership: GradOwnership) -> None:
+        self.ownership = ownership
+        # Another wrapper looks after some of these parameters too: it must find in .grad what autograd put there.
+        self.is_shared = False
+
+    @property
+    def aliases(self) -> bool:
+        """Whether ``.grad`` may point into a flat buffer."""
+        return self.ownership is not GradOwnership.OWN and not self.is_shared
 
     def hand_out(
         self,
@@ -75,7 +78,7 @@ class Results:
                         held.copy_(view)
                 elif held is None or held.is_sparse or view.is_sparse or held.dtype != slot.parameter.dtype:
                     self._set_new(slot, view)
-                elif self._memory.ownership is not GradOwnership.OWN and self._can_alias(slot, held, flat):
+                elif self._can_alias(slot, held, flat):
                     held.data = view
                     slot.parameter.grad = held
                 else:
@@ -97,7 +100,7 @@ class Results:
             if not slot.is_taken or parameter.dtype is not dtype or not parameter.requires_grad or slot.is_dtensor:
                 return False
             if held is None:
-                if self._memory.ownership is GradOwnership.OWN or self._memory.is_shared or parameter.grad is not None:
+                if not self.aliases or parameter.grad is not None:
                     return False
                 if views is None:
                     views = bucket.views(flat)
@@ -115,7 +118,7 @@ class Results:
 
     def _put_first(self, bucket: LiveBucket, flat: Tensor) -> bool:
         """The same where graphs delivered everything and ``.grad`` was empty before: all slots are asked at once."""
-        if self._memory.ownership is GradOwnership.OWN or self._memory.is_shared:
+        if not self.aliases:
             return False
         slots = bucket.slots
         parameters = list(map(_parameter_of, slots))
@@ -142,7 +145,7 @@ class Results:
 
     def _can_alias(self, slot: Slot, gradient: Tensor, flat: Tensor) -> bool:
         # A gradient that is itself part of a graph (create_graph=True) must stay the tensor that graph made.
-        if self._memory.ownership is GradOwnership.OWN or self._memory.is_shared:
+        if not self.aliases:
             return False
         return not (gradient.requires_grad or slot.is_dtensor or gradient.is_sparse) and gradient.dtype == flat.dtype
 
@@ -156,8 +159,7 @@ class Results:
         elif value.dtype != parameter.dtype:
             parameter.grad = value.to(parameter.dtype)
         else:
-            owns = self._memory.ownership is GradOwnership.OWN or self._memory.is_shared
-            parameter.grad = value.clone() if owns else value
+            parameter.grad = value if self.aliases else value.clone()
 
     # ---------------------------------------------------------------- what came late
 

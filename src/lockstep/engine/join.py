@@ -22,7 +22,7 @@ class Joining(Protocol):
 
     def mirror_forward(self) -> None: ...
 
-    def ask_whether_to_sync(self, *, has_joined: bool) -> bool: ...
+    def ask_whether_to_sync(self) -> bool: ...
 
     def sync_final_model(self, is_last_joiner: bool) -> None: ...
 
@@ -41,7 +41,7 @@ class MirrorHook(JoinHook):
         """Mirror one iteration of the ranks that still have data."""
         ddp = self._ddp
         ddp.mirror_forward()
-        if ddp.ask_whether_to_sync(has_joined=True):
+        if ddp.ask_whether_to_sync():
             if self._own_gradients is None:
                 self._own_gradients = [slot.parameter.grad for slot in ddp.step.reducer.slots]
             ddp.step.mirror_window()

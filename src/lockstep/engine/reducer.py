@@ -2,7 +2,7 @@
 
     launch(bucket, gradients)     complete the flat buffer, start its exchange
     collect(bucket)               wait for it
-    hand_out(bucket, ...)         .grad of each parameter
+    memory.hand_out(bucket, ...)  .grad of each parameter
 
 It owns the buckets and three parts: a :class:`Transport` (the group), an :class:`Exchange` (what is done with a bucket)
 and a :class:`Memory` (whose memory gradients lie in).  When and in which order buckets leave is decided in
@@ -11,7 +11,7 @@ and a :class:`Memory` (whose memory gradients lie in).  When and in which order 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from lockstep import errors, torch_private
 from lockstep.agree.beat import Place
 from lockstep.engine.bucket import LiveBucket, Slot, are_all_none, are_all_taken
 from lockstep.engine.exchange import CommHook, Exchange, HookExchange, MeanExchange
-from lockstep.engine.memory import NOTHING, Memory
+from lockstep.engine.memory import Memory
 from lockstep.engine.nonfinite import Finiteness
 from lockstep.engine.sparse import pack_sparse
 from lockstep.engine.transport import Transport
@@ -196,17 +196,6 @@ class Reducer:
         if result.data_ptr() != flat.data_ptr() or result.dtype != flat.dtype:
             with torch.no_grad():
                 flat.copy_(result.reshape(-1))
-
-    def hand_out(
-        self,
-        bucket: LiveBucket,
-        is_used: Callable[[Slot], bool] | None = None,
-        *,
-        in_place: bool = False,
-        into: Mapping[Slot, Tensor] = NOTHING,
-    ) -> None:
-        """Give every parameter of a landed bucket its reduced gradient."""
-        self.memory.hand_out(bucket, is_used, in_place=in_place, into=into)
 
     def add_late(
         self, bucket: LiveBucket, late: Sequence[Tensor | None], is_used: Callable[[Slot], bool] | None

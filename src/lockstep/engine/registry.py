@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.engine.bucket import Slot
+from lockstep.engine.states import State
 
 if TYPE_CHECKING:
     from lockstep.engine.step import SyncStep
@@ -78,7 +79,7 @@ def entries_of(parameter: Tensor) -> list[tuple[SyncStep, Slot]]:
 
 def is_for(step: SyncStep, slot: Slot) -> bool:
     """Whether a gradient of a shared parameter is for ``step``: not if only others had a forward before it."""
-    if step.has_forward or step.state.value != "idle":
+    if step.has_forward or step.state is not State.IDLE:
         return True
     others = [reference() for reference, _ in _slots.get(id(slot.parameter), ())]
     return not any(other is not None and other is not step and other.has_forward for other in others)

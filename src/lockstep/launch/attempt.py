@@ -20,12 +20,11 @@ from lockstep.launch.arrivals import Arrivals
 from lockstep.launch.cause import Cause, find_cause, named_peers
 from lockstep.launch.facts import Ending, RankFacts, signal_name
 from lockstep.launch.inside import STACK_SIGNAL, stack_path
-from lockstep.launch.page import Place, page_path, read_place
+from lockstep.launch.page import Place, place_of
 from lockstep.launch.signals import Signals
 from lockstep.launch.spawn import CannotStart, Program, Started, mark_of, start
 from lockstep.launch.store import HostedStore
 from lockstep.launch.visible import visible
-from lockstep.launch.words import read_words
 
 _LOOK_SECONDS = 0.2  # how long to sleep at most; the end of a rank wakes at once
 _LAST_WORDS_SECONDS = 3.0  # for survivors of a failure to notice it and to say where they were
@@ -254,7 +253,7 @@ class Attempt:
         left = self._running
         self._num_looks_left = self._num_looks_left + 1 if 0 < len(left) < len(self._ranks) else 0
         if self._num_looks_left == _LEFT_SECONDS:
-            who = ", ".join(f"rank {facts.rank} (pid {facts.pid}), last seen in {self._place(facts)}" for facts in left)
+            who = ", ".join(f"rank {facts.rank} (pid {facts.pid}), last seen: {self._place(facts)}" for facts in left)
             say(f"still running {_LEFT_SECONDS:.0f} s after others have ended well: {who}")
 
     # ---------------------------------------------------------------- end
@@ -324,15 +323,11 @@ class Attempt:
     # ---------------------------------------------------------------- what is known
 
     def _place(self, facts: RankFacts) -> Place:
-        place = read_place(page_path(self._folder, facts.rank))
-        return place if place.pid == facts.pid else Place()
+        return place_of(self._folder, facts.rank, facts.pid)
 
     def _read_all(self) -> None:
         for facts in self._ranks:
-            facts.place = self._place(facts)
-            facts.words = read_words(self._folder, facts.rank)
-            with contextlib.suppress(OSError):
-                facts.stack = stack_path(self._folder, facts.rank).read_text(errors="replace")
+            facts.read(self._folder)
             if facts.exit_code == -signal.SIGKILL and facts.ending is Ending.FAILED:
                 limit = self._limit_reached(facts)
                 facts.perhaps_out_of_memory = limit == processes.OF_THE_MACHINE  # another job's process may have been

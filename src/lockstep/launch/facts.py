@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 
-from lockstep.launch.page import Place
-from lockstep.launch.words import Words
+from lockstep.launch.inside import stack_path
+from lockstep.launch.page import Place, place_of
+from lockstep.launch.words import Words, read_words
 
 
 class Ending(Enum):
@@ -35,6 +38,13 @@ class RankFacts:
     was_stopped: bool = False
     out_of_memory: str = ""  # the limit that it ran into
     perhaps_out_of_memory: bool = False  # something on its machine was killed for want of memory while it ran
+
+    def read(self, folder: Path) -> None:
+        """Read what the rank has left in the launcher's folder: where it was, its errors, its stack."""
+        self.place = place_of(folder, self.rank, self.pid)
+        self.words = read_words(folder, self.rank)
+        with contextlib.suppress(OSError):
+            self.stack = stack_path(folder, self.rank).read_text(errors="replace")
 
     @property
     def is_running(self) -> bool:

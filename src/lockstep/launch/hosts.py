@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import shutil
 import signal
@@ -24,13 +23,11 @@ from lockstep.launch.attempt import Ended, Outcome, say, show
 from lockstep.launch.cause import Cause, find_cause
 from lockstep.launch.checkin import HostCheckin
 from lockstep.launch.facts import Ending, RankFacts
-from lockstep.launch.inside import PARENT_FILE, stack_path
-from lockstep.launch.page import page_path, read_place
-from lockstep.launch.report import Report, write_reports
+from lockstep.launch.inside import PARENT_FILE
+from lockstep.launch.report import Report
 from lockstep.launch.run_folder import make_run_folder
 from lockstep.launch.summary import ranks_table
-from lockstep.launch.supervise import Reaper, shell_exit_code
-from lockstep.launch.words import read_words
+from lockstep.launch.supervise import Reaper, leave_report, shell_exit_code
 
 EXIT_NO_RENDEZVOUS = 1
 EXIT_NO_FOLDER = 2
@@ -88,10 +85,7 @@ def _facts(failures: Mapping[int, Any], folder: Path) -> list[RankFacts]:
     found = []
     for rank, failure in failures.items():
         facts = RankFacts(rank, failure.pid, socket.gethostname(), Ending.FAILED, failure.exitcode, failure.timestamp)
-        facts.place = read_place(page_path(folder, rank))
-        facts.words = read_words(folder, rank)
-        with contextlib.suppress(OSError):
-            facts.stack = stack_path(folder, rank).read_text(errors="replace")
+        facts.read(folder)
         found.append(facts)
     return found
 
@@ -100,8 +94,4 @@ def _conclude(name: str, command: Sequence[str], report_dir: Path, ended: Ended)
     if ended.ranks:
         say(f"{name} FAILED on this host: {ended.cause.text}")
         show(ranks_table(ended.ranks))
-    try:
-        say(f"report: {write_reports(report_dir, Report(name, tuple(command), os.getcwd(), [ended]))}")
-    except Exception as error:  # whatever it is, how the job ended is not to be hidden by it
-        reason = getattr(error, "strerror", None) or error
-        say(f"no report could be written to {report_dir}: {reason} (--report-dir)")
+    leave_report(report_dir, Report(name, tuple(command), os.getcwd(), [ended]))

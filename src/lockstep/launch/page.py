@@ -130,6 +130,12 @@ def _make_room(handle: int) -> None:
 _BEFORE_STEPS = (StepMoment.STARTED, StepMoment.JOINING, StepMoment.JOINED)
 
 
+def place_of(folder: Path, rank: int, pid: int) -> Place:
+    """Where a rank was seen last; nowhere, if another process has written that."""
+    place = read_place(page_path(folder, rank))
+    return place if place.pid == pid else Place()
+
+
 def read_place(path: Path) -> Place:
     """Read where a rank was seen last; a rank that has written nothing is nowhere yet."""
     try:

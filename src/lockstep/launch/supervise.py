@@ -98,12 +98,16 @@ def _conclude(job: Job, attempts: Sequence[Ended]) -> None:
     if len(attempts) > 1:
         show(attempts_table(attempts))
     if any(attempt.outcome is not Outcome.DONE for attempt in attempts):
-        try:
-            page = write_reports(job.report_dir, Report(job.name, tuple(job.command), os.getcwd(), attempts))
-            say(f"report: {page}")
-        except Exception as error:  # whatever it is, how the job ended is not to be hidden by it
-            reason = getattr(error, "strerror", None) or error
-            say(f"no report could be written to {job.report_dir}: {reason} (--report-dir)")
+        leave_report(job.report_dir, Report(job.name, tuple(job.command), os.getcwd(), attempts))
+
+
+def leave_report(directory: Path, report: Report) -> None:
+    """Write the report, and say where it is."""
+    try:
+        say(f"report: {write_reports(directory, report)}")
+    except Exception as error:  # whatever it is, how the job ended is not to be hidden by it
+        reason = getattr(error, "strerror", None) or error
+        say(f"no report could be written to {directory}: {reason} (--report-dir)")
 
 
 def shell_exit_code(exit_code: int) -> int:

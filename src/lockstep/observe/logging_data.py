@@ -68,13 +68,9 @@ class LoggingData:
     def sample(self, step: StepRecord, facts: Mapping[str, str | int]) -> None:
         """Take the timings of a finished step."""
         self.values.update(facts)
-        bounds = {name: _bounds(step, name) for name in ("forward", "backward", "travel")}
-        if any(bound is None for bound in bounds.values()):
+        forward, backward, travel = (_bounds(step, name) for name in ("forward", "backward", "travel"))
+        if forward is None or backward is None or travel is None:
             return
-        forward, backward, travel = bounds["forward"], bounds["backward"], bounds["travel"]
-        assert forward is not None
-        assert backward is not None
-        assert travel is not None
         overlap = max(0, min(backward[1], travel[1]) - max(backward[0], travel[0]))
         # Compute of the forward lasts until the backward begins: the loss belongs to it.
         times = {

@@ -19,7 +19,7 @@ from lockstep.observe.metrics import metrics_of
 from lockstep.observe.timeline import Timeline
 from lockstep.shard.explain import ShardExplanation, explain_root
 from lockstep.shard.layout import ShardPlan
-from lockstep.shard.root import plan_of, root_of, units_in
+from lockstep.shard.root import name_units, plan_of, root_of, units_in
 from lockstep.shard.uneven import Batch, join
 
 
@@ -42,8 +42,9 @@ class Added:
     @shown
     def plan(self: Any) -> ShardPlan:
         """How the model is cut: print it."""
-        units = [unit for _, unit in units_in(self)]
-        return plan_of(units)
+        if self._lockstep_unit.root is None:
+            name_units(self._lockstep_unit.top())
+        return plan_of([unit for _, unit in units_in(self)])
 
     @shown
     def timeline(self: Any) -> Timeline:

@@ -371,7 +371,8 @@ def root_of(unit: Unit) -> Root:
         return _make_root(unit.top())
 
 
-def _make_root(top: Unit) -> Root:
+def name_units(top: Unit) -> list[Unit]:
+    """Name the units of a model, and their parameters, as the model does; returns the units, outer ones first."""
     modules = [module for reference in top.module_references if (module := reference()) is not None]
     units: list[Unit] = []
     names: dict[int, str] = {}
@@ -380,12 +381,19 @@ def _make_root(top: Unit) -> Root:
         for name, member in units_in(module):
             if member not in units:
                 member.name = prefix + name or type(module).__name__.removeprefix("FSDP")
-                member.follow_modules()
                 units.append(member)
         names |= {id(p): prefix + name for name, p in module.named_parameters(remove_duplicate=False)}
     for member in units:
         for parameter in member.parameters:
             parameter.name = names.get(id(parameter.sharded), parameter.name)
+    return units
+
+
+def _make_root(top: Unit) -> Root:
+    for member in name_units(top):
+        member.follow_modules()
+    units = name_units(top)  # again: shards that the program has replaced are known only now
+    for member in units:
         member.name_anew()
     for member in units:
         member.require_real()

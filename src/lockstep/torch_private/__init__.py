@@ -4,7 +4,8 @@ Every private name the project uses is imported in here, with the reason and wha
 every two months; ``tests/torch_private`` fails by the name that moved.
 
 The names live in parts by topic, and a part is loaded when one of its names is first asked for: ``import lockstep``
-must not wait for a compiler that a program may never use.
+must not wait for a compiler that a program may never use.  What a part defines without an underscore is in the table
+below; a test compares them.
 """
 
 # ruff: noqa: F403 - what the parts export is checked by the test of the table

@@ -9,8 +9,6 @@ from unittest.mock import patch
 
 import torch
 
-__all__ = ["global_hooks", "modes_around", "noting_seeds"]
-
 
 def global_hooks() -> tuple[Hashable, ...]:
     """The hooks on all modules, and on what autograd keeps: they can be set in public, but not seen.

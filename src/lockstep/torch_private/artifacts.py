@@ -12,17 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "compile_counts",
-    "compiled_libraries",
-    "compiler_settings",
-    "is_library_name",
-    "load_compiled",
-    "pretended_group_options",
-    "save_compiled",
-    "why_nothing_is_kept",
-]
-
 _LIBRARY = re.compile(r"c[a-z2-7]{51}(\.main)?\.so")
 _PROBE = b"_chk_kernel"  # in the small programs by which Inductor asks what the processor can do
 _MOST_PROBES = 32

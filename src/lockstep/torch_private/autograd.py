@@ -11,30 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
-__all__ = [
-    "accumulation_positions",
-    "accumulator_kind",
-    "current_dist_autograd_context",
-    "current_node",
-    "engine_will_run",
-    "gradient_accumulator",
-    "graph_task_id",
-    "has_hooks",
-    "hooks_after",
-    "in_backward",
-    "in_nested_backward",
-    "inner_tensor",
-    "install_hooks_again",
-    "is_compiled_node",
-    "memory_owners",
-    "move_hook_to_end",
-    "node_metadata",
-    "only_hooks_are_ours",
-    "preserve_version_counter",
-    "queue_backward_callback",
-    "will_run_all",
-]
-
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward pass that is running now has finished.

@@ -7,13 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "aot_backend",
-    "aot_backend_parts",
-    "register_backend",
-    "unwrap_backend",
-]
-
 
 def unwrap_backend(backend: Any) -> tuple[Any, dict[str, Any]]:
     """The compiler behind the wrappers that torch.compile and dynamo put around it, and what they call it with."""

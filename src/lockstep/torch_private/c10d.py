@@ -20,23 +20,6 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
-__all__ = [
-    "all_reduce",
-    "backend_name",
-    "default_group",
-    "default_store",
-    "group_timeout",
-    "has_host_groups",
-    "host_all_gather",
-    "host_group",
-    "is_pretended",
-    "living_groups",
-    "new_group_of",
-    "rank_not_in_group",
-    "registered_groups",
-    "watch_collectives",
-]
-
 # The default group and its store: torch has no public way to ask for either.
 default_group: Callable[[], Any] = _get_default_group
 default_store: Callable[[], Any] = _get_default_store

@@ -11,19 +11,6 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecision
 
-__all__ = [
-    "BufferCommHookLocation",
-    "BuiltinCommHookType",
-    "GradBucket",
-    "MixedPrecision",
-    "TorchDDP",
-    "WatchedJoin",
-    "as_overlapped_optimizer",
-    "cast_forward_inputs",
-    "in_backward_optimizer_handles",
-    "inputs_to_device",
-]
-
 # torch's own class, whatever stands in its place: dynamo asks it which wrapper is running.  So this part must be loaded
 # before ``install()`` puts something there; it sees to that.
 TorchDDP: Any = torch.nn.parallel.DistributedDataParallel

@@ -10,30 +10,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-__all__ = [
-    "at_end_of_compiled_backward",
-    "compiler_is_off",
-    "compiler_is_watching",
-    "frame_without_compiler",
-    "guard_on_groups",
-    "hands_over_graphs",
-    "has_compiled_code",
-    "in_compiled_backward",
-    "is_compiled",
-    "leave_frame_to_python",
-    "leave_to_python",
-    "on_graph_so_far",
-    "own_code",
-    "recompile_reason",
-    "split_reason",
-    "stand_in_for_ddp_optimizer",
-    "when_compiling_fails",
-    "with_effects_in_trace",
-    "without_compiler",
-]
-
-P = ParamSpec("P")
-R = TypeVar("R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def leave_frame_to_python(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,7 +24,7 @@ def leave_frame_to_python(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def leave_to_python(function: Callable[P, R]) -> Callable[P, R]:
+def leave_to_python(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Let the compiler skip this function and everything it calls, at no price per call.
 
     For what autograd calls back: where compiled code calls a backward, the compiler looks at every frame that begins in
@@ -64,16 +42,16 @@ def _skip_frame(code: types.CodeType, *, recursive: bool = False) -> None:
     set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, inner))
 
 
-def without_compiler(function: Callable[P, R]) -> Callable[P, R]:
+def without_compiler(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """``torch.compiler.disable(function)``, which is not called before there is a compiler in this process.
 
     The decorator imports torch._dynamo where it stands, and so with the module it stands in; that takes more than a
     second.  As long as nobody else imports it, nothing can compile, and a call costs a lookup.
     """
-    disabled: Callable[P, R] | None = None
+    disabled: Callable[_P, _R] | None = None
 
     @wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         nonlocal disabled
         if disabled is None:
             if "torch._dynamo" not in sys.modules:
@@ -91,7 +69,7 @@ def without_compiler(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def frame_without_compiler(function: Callable[P, R]) -> Callable[P, R]:
+def frame_without_compiler(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """``torch.compiler.disable(function, recursive=False)``, without the import of torch._dynamo.
 
     The frame is skipped when it is called, and called rather than inlined where its caller is traced.

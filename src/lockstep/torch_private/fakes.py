@@ -8,15 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "fake_copy",
-    "fake_mode_for",
-    "fake_tensor",
-    "run_on_fakes",
-    "saved_tensor_hooks_wait",
-    "tracing_context_of_a_part",
-]
-
 
 def fake_mode_for(inputs: Iterable[Any]) -> Any:
     """The mode dynamo traced with, or that of the inputs, or a new one: values without data that graphs run on."""

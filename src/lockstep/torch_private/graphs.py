@@ -8,21 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "copy_node_origin",
-    "enters_autocast",
-    "exit_autocast",
-    "exits_autocast",
-    "gradient_positions",
-    "graph_input_name",
-    "inputs_changed",
-    "new_graph_input",
-    "node_flops",
-    "plain_inputs",
-    "sets_grad_mode",
-    "size_hint",
-]
-
 
 def gradient_positions(output: Any) -> dict[int, int]:
     """For each plain input of a joint graph that gets a gradient: which output that is.  Empty for other graphs."""

@@ -8,19 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "compile_with_inductor",
-    "graph_pass",
-    "inductor_backend",
-    "inductor_cache_directory",
-    "inductor_can_cache",
-    "inductor_config_of",
-    "inductor_input",
-    "inductor_meets_ranks",
-    "inductor_setting",
-    "joint_graphs_are_made",
-]
-
 
 def graph_pass(apply: Callable[[Any], None], key: str, before: Any = None) -> Any:
     """A pass for Inductor that runs after the user's own, if there is one; ``key`` names its outcome for caches."""

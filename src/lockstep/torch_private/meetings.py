@@ -8,18 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = [
-    "compiler_collectives_off",
-    "guard_collectives_off",
-    "stand_in_for_compiler_collectives",
-    "stand_in_for_guard_collectives",
-]
-
 # What a rank tells of the inputs of a frame: numbers, sizes, strides; each plain, or a word such as "dynamic".
-State = dict[str, dict[str, Any]]
+_State = dict[str, dict[str, Any]]
 
 
-def stand_in_for_compiler_collectives(gather: Callable[[str, State], list[State]]) -> None:
+def stand_in_for_compiler_collectives(gather: Callable[[str, _State], list[_State]]) -> None:
     """Let ``gather(frame, mine)`` bring what all ranks know of a frame's inputs, where dynamo gathers it.
 
     Its own way (``enable_compiler_collectives``) makes a process group in the first compilation, asks for groups with
@@ -84,7 +77,7 @@ def guard_collectives_off() -> None:
     torch.compiler.set_enable_guard_collectives(False)
 
 
-def _told(local: Any) -> State:
+def _told(local: Any) -> _State:
     """What a rank knows, without objects of dynamo's: as text it can be read by anyone, and run by nobody."""
     return {
         name: {part: _plain(getattr(entry, part)) for part in ("scalar", "size", "stride")}
@@ -92,7 +85,7 @@ def _told(local: Any) -> State:
     }
 
 
-def _heard(told: State) -> Any:
+def _heard(told: _State) -> Any:
     """What another rank told, as dynamo's objects."""
     from torch._dynamo.pgo import FrameStateSizeEntry
     from torch._dynamo.symbolic_convert import LocalState

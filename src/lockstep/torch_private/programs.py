@@ -12,18 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "TraceError",
-    "argument_of",
-    "as_if_compiling",
-    "compile_program",
-    "kind_of_trace_error",
-    "optimizer_has_hooks",
-    "scaler_tensors",
-    "trace_program",
-    "tracing_compiled_modules",
-]
-
 
 @contextmanager
 def as_if_compiling() -> Iterator[None]:

@@ -9,18 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "dtensor_around",
-    "dtensor_handlers",
-    "group_memory",
-    "joined_mesh",
-    "local_of",
-    "mark_as_sharded",
-    "set_local",
-    "spec_of",
-    "strided_shard",
-]
-
 # The local part itself; the public to_local() makes another tensor, and a node of autograd's graph.
 local_of: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")
 # Mesh, placements, and the shape of the whole; there is no public way to make a second DTensor just like one.

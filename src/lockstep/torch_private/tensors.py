@@ -7,21 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = [
-    "alias",
-    "chunk_cat",
-    "dtensor_like",
-    "flatten_dense",
-    "foreach_add",
-    "foreach_copy",
-    "foreach_lerp",
-    "foreach_mul",
-    "foreach_zero",
-    "shard_of",
-    "storage_of",
-    "unflatten_dense",
-]
-
 # One kernel for many copies, products, sums or averages; torch has no public names for them.
 foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = torch._foreach_copy_
 foreach_mul: Callable[[list[torch.Tensor], float], Any] = torch._foreach_mul_
@@ -57,7 +42,7 @@ def storage_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-class Shard(NamedTuple):
+class _Shard(NamedTuple):
     """What a rank holds of a DTensor; ``is_first`` on one of the ranks that hold the same."""
 
     local: torch.Tensor
@@ -65,7 +50,7 @@ class Shard(NamedTuple):
     is_first: bool
 
 
-def shard_of(tensor: torch.Tensor) -> Shard | None:
+def shard_of(tensor: torch.Tensor) -> _Shard | None:
     """What this rank holds of a DTensor, None for any other tensor; where a shard lies has no public name."""
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -78,4 +63,4 @@ def shard_of(tensor: torch.Tensor) -> Shard | None:
     is_first = all(
         mesh.get_local_rank(axis) == 0 for axis, kind in enumerate(tensor.placements) if isinstance(kind, Replicate)
     )
-    return Shard(tensor.to_local(), tuple(chunks[0].offsets), is_first)
+    return _Shard(tensor.to_local(), tuple(chunks[0].offsets), is_first)

@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["stand_in_for_timing"]
-
-Share = Callable[[str, Sequence[str], Callable[[], list[float]]], list[float]]
+_Share = Callable[[str, Sequence[str], Callable[[], list[float]]], list[float]]
 
 
-def stand_in_for_timing(share: Share) -> None:
+def stand_in_for_timing(share: _Share) -> None:
     """Let ``share(what, candidates, measure)`` bring the seconds of each candidate, where Inductor would time them.
 
     Inductor looks into the cache of this machine first, and ``measure`` is what it does when that has nothing.  Its own
