@@ -87,9 +87,17 @@ def run_of(runs: dict[tuple[int, torch.dtype], list[Any]], world: int, dtype: to
     return runs[world, dtype]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+# Every world in one dtype; in the other, make faults.
+@pytest.mark.parametrize(
+    ("world", "dtype"),
+    [
+        pytest.param(world, dtype, id=f"{world}-{str(dtype)[6:]}", marks=[pytest.mark.soak] * is_soak)
+        for dtype, soaks in ((torch.float64, (1, 4)), (torch.float32, (2, 3)))
+        for world in (1, 2, 3, 4)
+        for is_soak in [world in soaks]
+    ],
+)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_gradients_equal_one_process(runs: Any, world: int, name: str, dtype: torch.dtype) -> None:
     values = run_of(runs, world, dtype)
     expected = train_reference(CASES[name], world, dtype)
@@ -102,9 +110,9 @@ def test_gradients_equal_one_process(runs: Any, world: int, name: str, dtype: to
                 assert_close(values[0][name, cap, view]["gradients"][step], expected[step], what, tolerance)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_ranks_are_bitwise_equal(runs: Any, world: int) -> None:
-    values = run_of(runs, world, torch.float32)
+@pytest.mark.parametrize(("world", "dtype"), [(2, torch.float64), (3, torch.float64), (4, torch.float32)], ids=str)
+def test_ranks_are_bitwise_equal(runs: Any, world: int, dtype: torch.dtype) -> None:
+    values = run_of(runs, world, dtype)
     for rank in range(1, world):
         for key in values[0]:
             mine, first = dict(values[rank][key]), dict(values[0][key])
