@@ -128,7 +128,7 @@ def check(
     assert results[0][1] == results[1][1]
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_around_a_backward(fullgraph: bool) -> None:
     check(run_ranks(WORLD, train, way="context", fullgraph=fullgraph))
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from multirank.compare import assert_close, assert_identical, gradients_of, state_of
 from multirank.harness import run_ranks, subject_class
-from multirank.models import CASES, Case, reference_backward, shard
+from multirank.models import CASES, WORLDS_AND_DTYPES, Case, reference_backward, shard
 
 NUM_STEPS = 3
 # In MiB. The models hold 4 to 60 KiB: one bucket, a few, and nearly one per parameter.
@@ -87,16 +87,7 @@ def run_of(runs: dict[tuple[int, torch.dtype], list[Any]], world: int, dtype: to
     return runs[world, dtype]
 
 
-# Every world in one dtype; in the other, make faults.
-@pytest.mark.parametrize(
-    ("world", "dtype"),
-    [
-        pytest.param(world, dtype, id=f"{world}-{str(dtype)[6:]}", marks=[pytest.mark.soak] * is_soak)
-        for dtype, soaks in ((torch.float64, (1, 4)), (torch.float32, (2, 3)))
-        for world in (1, 2, 3, 4)
-        for is_soak in [world in soaks]
-    ],
-)
+@pytest.mark.parametrize(("world", "dtype"), WORLDS_AND_DTYPES)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_equal_one_process(runs: Any, world: int, name: str, dtype: torch.dtype) -> None:
     values = run_of(runs, world, dtype)
