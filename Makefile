@@ -19,7 +19,7 @@ demo: $(STAMP) ## train a small GPT on two CPU ranks and write a report (about a
 test: $(STAMP) ## run the whole test suite
 	$(BIN)/python -m pytest -n 4 --dist loadfile
 
-faults: $(STAMP) ## run the soaks: faults at many more moments than make test tries (minutes)
+faults: $(STAMP) ## run the soaks: faults at more moments, modes in more mixes than make test tries (an hour)
 	$(BIN)/python -m pytest -m soak
 
 versions: ## run the tests on each supported torch (PYTEST='tests/plan' for a part)

@@ -123,9 +123,13 @@ def main() -> None:
     parser.add_argument("--wrapper", choices=["lockstep", "torch"], default="lockstep")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(
+        "--hooks", nargs="+", choices=HOOKS, default=HOOKS, help=f"always with {NO_HOOK!r}, before them"
+    )
     parser.add_argument("--json", type=Path, help="write everything, with all losses, to this file")
     arguments = parser.parse_args()
-    results = compare(arguments.wrapper, arguments.steps, arguments.ranks)
+    hooks = (NO_HOOK, *(hook for hook in arguments.hooks if hook != NO_HOOK))
+    results = compare(arguments.wrapper, arguments.steps, arguments.ranks, hooks)
     plain = results[NO_HOOK]
     rows = [
         [

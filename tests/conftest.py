@@ -20,6 +20,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Inductor otherwise makes sure in each process that it can load what the compiler makes, by compiling and by starting
 # another interpreter; a machine where it cannot fails these tests anyhow.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# Hundreds of processes import the same files: the first one keeps what it has made of them.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A machine that is busy makes an example slow, not wrong.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -31,26 +34,26 @@ MULTIRANK = TESTS / "multirank"
 # What takes a minute or more on two cores, the longest first. Several processes take file by file in this order: a long
 # one that began last would run alone in the end.
 LONG_FILES = [
+    "multirank/test_compiled_models.py",
     "multirank/test_step_mixes.py",
     "multirank/test_step_autograd.py",
-    "multirank/test_step_windows.py",
-    "multirank/test_compiled_models.py",
     "multirank/test_faults_leaving.py",
+    "multirank/test_step_windows.py",
     "launch/test_launch_causes.py",
-    "multirank/test_compile_turns.py",
-    "cli/test_run.py",
     "multirank/test_compiled_edges.py",
     "multirank/test_compiled_features.py",
-    "launch/test_launch_soak.py",
+    "cli/test_run.py",
     "multirank/test_step_compare.py",
+    "launch/test_launch_soak.py",
+    "multirank/test_compile_turns.py",
     "multirank/test_program_sharded.py",
     "multirank/test_program_attacks.py",
     "launch/test_launch_ends.py",
     "multirank/test_gradients.py",
     "integrations/test_nanogpt.py",
-    "multirank/test_checkpoint_demo.py",
     "multirank/test_compiled_autograd.py",
     "multirank/test_shard_gradients.py",
+    "multirank/test_faults_own_waits.py",
     "multirank/test_artifacts.py",
     "multirank/test_faults_hangs.py",
     "launch/test_launch_restarts.py",

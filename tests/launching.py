@@ -26,6 +26,7 @@ MARK = "LOCKSTEP_TEST_RUN"
 LOCKSTEP = [sys.executable, "-m", "lockstep.cli"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 EXAMPLES = Path(__file__).parents[1] / "examples"
+STARTUP = str(Path(__file__).with_name("startup"))
 
 # Set by a launcher that runs this very test suite, or by a user; ranks started here must not see them.
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCKSTEP_BACKEND")
@@ -76,7 +77,7 @@ class Launch:
         assert spec.origin is not None
         # A checkout that was not installed is found through the path that found it here.
         source = str(Path(spec.origin).parents[1])
-        env["PYTHONPATH"] = os.pathsep.join([source, *filter(None, [env.get("PYTHONPATH")])])
+        env["PYTHONPATH"] = os.pathsep.join([source, STARTUP, *filter(None, [env.get("PYTHONPATH")])])
         env["LOCKSTEP_REPORT_DIR"] = str(Path(tempfile.gettempdir()) / "lockstep-test-reports")
         env.update(extra)
         name, _, value = self.mark.partition("=")

@@ -92,7 +92,9 @@ DESCRIBE_MAIN = """
 """
 
 
-@pytest.mark.parametrize("words", [["tool.py"], ["sub/tool.py"], ["-m", "sub.tool"], ["-m", "sub"]])
+@pytest.mark.parametrize(
+    "words", [pytest.param(["tool.py"], marks=pytest.mark.soak), ["sub/tool.py"], ["-m", "sub.tool"], ["-m", "sub"]]
+)
 def test_program_sees_what_python_itself_would_give(tmp_path: Path, words: list[str]) -> None:
     write_script(tmp_path / "tool.py", DESCRIBE_MAIN)
     write_script(tmp_path / "sub" / "tool.py", DESCRIBE_MAIN)
@@ -148,6 +150,7 @@ def test_traceback_of_a_rank_shows_the_users_file_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.multirank
+@pytest.mark.soak
 def test_exit_code_is_the_one_of_the_rank_that_failed(tmp_path: Path) -> None:
     script = write_script(
         tmp_path / "train.py",
@@ -161,6 +164,7 @@ def test_exit_code_is_the_one_of_the_rank_that_failed(tmp_path: Path) -> None:
     assert run_command([*RUN, "--nproc", "2", script]).exit_code == 7
 
 
+@pytest.mark.soak
 def test_exit_code_of_a_rank_killed_by_a_signal(tmp_path: Path) -> None:
     script = write_script(tmp_path / "train.py", "import os\nos.kill(os.getpid(), 9)\n")
     assert run_command([*RUN, script]).exit_code == 128 + 9
@@ -168,6 +172,7 @@ def test_exit_code_of_a_rank_killed_by_a_signal(tmp_path: Path) -> None:
 
 @pytest.mark.multirank
 @pytest.mark.slow
+@pytest.mark.soak
 def test_restart_after_a_failed_attempt_trains_to_the_end(tmp_path: Path) -> None:
     script = write_script(
         tmp_path / "train.py",

@@ -22,7 +22,7 @@ def run(folder: Path, *options: str, text: str | None = None, nproc: int = 2, en
     return run_command([*words, write_script(folder / "train.py", text)], env=env)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_killed_rank_is_the_cause_and_survivors_say_where_they_missed_it(tmp_path: Path, rank: int) -> None:
     done = run(tmp_path, "--inject", f"kill:rank={rank},step=7,moment=launch", nproc=3)
     assert done.exit_code == 137, done
@@ -51,8 +51,8 @@ def test_a_killed_rank_is_the_cause_every_time(tmp_path: Path, number: int) -> N
 
 
 def test_a_kill_from_outside_is_the_cause(tmp_path: Path) -> None:
-    launch = train(tmp_path, nproc=3)
-    wait_for_first_step(tmp_path, launch, nproc=3)
+    launch = train(tmp_path)
+    wait_for_first_step(tmp_path, launch)
     pid = signal_rank(launch, 0, signal.SIGKILL)
     done = launch.finish()
     assert done.exit_code == 137
@@ -62,7 +62,7 @@ def test_a_kill_from_outside_is_the_cause(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "status", "words"),
     [
-        ("sys.exit(3)", 3, r"sys\.exit\(3\) at .*train\.py:5"),
+        pytest.param("sys.exit(3)", 3, r"sys\.exit\(3\) at .*train\.py:5", marks=pytest.mark.soak),
         (
             "import lockstep, torch; lockstep.DDP(torch.nn.Linear(1, 1), init_sync=False); sys.exit(3)",
             3,
@@ -70,7 +70,7 @@ def test_a_kill_from_outside_is_the_cause(tmp_path: Path) -> None:
         ),
         ("sys.exit('no data')", 1, r"sys\.exit\('no data'\) at .*train\.py:5"),
         ("os._exit(5)", 5, r"ended with status 5, without a Python exception"),
-        ("os.abort()", 134, r"was killed by SIGABRT"),
+        pytest.param("os.abort()", 134, r"was killed by SIGABRT", marks=pytest.mark.soak),
         ("raise ValueError('bad batch')", 1, r"raised ValueError: bad batch"),
         ("import ctypes; ctypes.string_at(0)", 139, r"was killed by SIGSEGV"),
     ],

@@ -49,6 +49,7 @@ def start_with_children(folder: Path) -> tuple[Launch, list[int]]:
     return launch, ranks
 
 
+@pytest.mark.soak
 def test_ranks_end_when_the_launcher_is_killed(tmp_path: Path) -> None:
     launch = train(tmp_path)
     wait_for_first_step(tmp_path, launch)
@@ -75,7 +76,7 @@ def test_ranks_end_without_the_reaper_too(tmp_path: Path) -> None:
     launch.finish()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
 def test_a_signal_ends_all_and_is_the_exit_code(tmp_path: Path, number: signal.Signals) -> None:
     launch = train(tmp_path)
     wait_for_first_step(tmp_path, launch)

@@ -40,6 +40,7 @@ def test_a_sleeping_rank_is_the_cause_and_shows_its_stack(tmp_path: Path) -> Non
     assert "train.py" in attempt["ranks"][0]["stack"]
 
 
+@pytest.mark.soak
 def test_a_rank_that_holds_the_interpreters_lock_shows_its_stack_too(tmp_path: Path) -> None:
     done = wait_in_vain(tmp_path, "freeze:rank=1,moment=joined,seconds=600")
     assert "FAILED: rank 1 (pid" in summary(done)

@@ -56,8 +56,8 @@ def check(done: Finished, folder: Path, num_restarts: int) -> None:
     assert [attempt["outcome"] for attempt in attempts] == ["failed"] * num_restarts + ["done"]
 
 
-def test_three_restarts_each_from_where_the_last_one_ended(tmp_path: Path) -> None:
-    check(resuming(tmp_path, 3), tmp_path, 3)
+def test_two_restarts_each_from_where_the_last_one_ended(tmp_path: Path) -> None:
+    check(resuming(tmp_path, 2), tmp_path, 2)
 
 
 @pytest.mark.soak
@@ -122,6 +122,6 @@ def test_a_program_without_steps_gets_all_its_restarts(tmp_path: Path) -> None:
     script = write_script(
         tmp_path / "train.py", "import os, sys\nprint(os.environ['TORCHELASTIC_RESTART_COUNT'])\nsys.exit(9)\n"
     )
-    done = run_command([*RUN, "--report-dir", tmp_path / "reports", "--max-restarts", "4", script])
+    done = run_command([*RUN, "--report-dir", tmp_path / "reports", "--max-restarts", "3", script])
     assert done.exit_code == 9
-    assert done.lines == ["0", "1", "2", "3", "4"]
+    assert done.lines == ["0", "1", "2", "3"]  # a step would not be tried a fourth time

@@ -25,6 +25,7 @@ def test_one_job_under_random_faults(tmp_path: Path) -> None:
     assert job.num_launchers <= 1 + happened.count("launcher killed")
 
 
+@pytest.mark.soak
 def test_a_restart_is_measured_beside_the_start_of_its_job(tmp_path: Path) -> None:
     (restart,) = measure(tmp_path, 1)
     assert 0 < restart.to_ranks < restart.to_first_step

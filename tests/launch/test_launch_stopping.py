@@ -36,7 +36,9 @@ LOOP = """
 """
 
 
-@pytest.mark.parametrize("to_one_rank", [False, True], ids=["the launcher is told", "one rank is told"])
+@pytest.mark.parametrize(
+    "to_one_rank", [pytest.param(False, marks=pytest.mark.soak), True], ids=["the launcher is told", "one rank is told"]
+)
 def test_all_ranks_stop_at_the_same_step(tmp_path: Path, to_one_rank: bool) -> None:
     script = write_script(tmp_path / "loop.py", LOOP)
     launch = Launch([*RUN, "--nproc", "3", "--stop-grace", "200", "--report-dir", tmp_path, script, tmp_path])

@@ -34,6 +34,7 @@ EAGER, WRAP_THEN_COMPILE, COMPILE_THEN_WRAP, BLOCKS = MODES = (
 )
 WHOLE = MODES[:3]
 TWO_AND_THREE = (2, 3)  # ranks; what three do holds what two do, so one mix of a kind runs on both
+INDUCTOR = "inductor"
 BUCKET_CAP_MB = 0.001
 DTYPE = torch.float64
 ROWS = 4
@@ -68,6 +69,8 @@ class Mix:
     modes: tuple[str, ...] = WHOLE
     worlds: tuple[int, ...] = (2,)
     by_inductor: bool = False
+    # Of these modes, worlds and backends make test leaves to make faults what another mix of the kind shows.
+    soaks: tuple[str | int, ...] = ()
     after_wrapping: Callable[[Side], None] | None = None
     compares_before_step: bool = True  # gradients; after the optimizer's step they are compared in any case
 
@@ -216,23 +219,30 @@ def params_of(mixes: Mapping[str, Mix]) -> list[Any]:
     params = []
     for name, mix in mixes.items():
         for mode, world in product(mix.modes, mix.worlds):
-            params.append(pytest.param(name, mode, "aot_eager", world, id=f"{name}-{mode}-{world}"))
+            marks = [pytest.mark.soak] if is_soak(mix, mode, world) else []
+            params.append(pytest.param(name, mode, "aot_eager", world, id=f"{name}-{mode}-{world}", marks=marks))
         if mix.by_inductor:
             mode = next(mode for mode in mix.modes if mode != EAGER)
-            how = {"id": f"{name}-{mode}-inductor", "marks": pytest.mark.slow}
-            params.append(pytest.param(name, mode, "inductor", 2, **how))
+            marks = [pytest.mark.slow, *([pytest.mark.soak] if INDUCTOR in mix.soaks else [])]
+            params.append(pytest.param(name, mode, INDUCTOR, 2, id=f"{name}-{mode}-{INDUCTOR}", marks=marks))
     return params
+
+
+def is_soak(mix: Mix, mode: str, world: int) -> bool:
+    return mode in mix.soaks or world in mix.soaks
 
 
 def run_mix(
     run: Callable[[str, str, str], list[str]], mixes: Mapping[str, Mix], name: str, mode: str, backend: str, world: int
 ) -> None:
     """``run`` calls train on the ranks, by the name of a mix; afterwards all must have the same weights."""
-    if backend == "inductor":
+    mix = mixes[name]
+    if backend == INDUCTOR:
         env = {"TORCHINDUCTOR_CACHE_DIR": inductor_cache()}
         by_rank = run_ranks(world, run, name, mode, backend, preload=PRELOAD, limit_s=500, env=env)
     else:
-        by_rank = Together.of(run, name, mixes[name].modes, backend, world).digests(mode)
+        modes = tuple(other for other in mix.modes if is_soak(mix, other, world) == is_soak(mix, mode, world))
+        by_rank = Together.of(run, name, modes, backend, world).digests(mode)
     for rank, digests in enumerate(by_rank):
         assert digests == by_rank[0], f"the weights of rank {rank} are not those of rank 0"
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -278,3 +279,11 @@ CASES = {
         Case("llama", tiny_llama, causal_batch, own_loss, float64_tolerance=2e-6),
     )
 }
+
+# Every world in one dtype, and in the other where soaks are run.
+WORLDS_AND_DTYPES = [
+    pytest.param(world, dtype, id=f"{world}-{str(dtype).removeprefix('torch.')}", marks=marks)
+    for dtype, worlds in ((torch.float64, (2, 3)), (torch.float32, (1, 4)))
+    for world in (1, 2, 3, 4)
+    for marks in [[] if world in worlds else [pytest.mark.soak]]
+]

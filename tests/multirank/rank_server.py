@@ -1,8 +1,8 @@
 """A warm process that forks ranks on request.
 
 Importing torch costs about two seconds per process, so a test that started four fresh interpreters would
-spend its time importing. This server imports once, computes nothing (no thread pool, no process group, so
-forking it is safe), and forks every rank of every run from that clean state.
+spend its time importing. This server imports once, computes nothing that starts a thread (no thread pool, no process
+group, so forking it is safe), and forks every rank of every run from that clean state.
 
 One run at a time. A request is one JSON line on stdin, a reply one JSON line on stdout. Everything larger
 (arguments, return values, output) travels through files in the run's own directory:
@@ -50,6 +50,7 @@ FOR_THE_FIRST_COMPILATION = [
     "lockstep.torch_private.meetings",
     "lockstep.torch_private.profiler",
     "lockstep.torch_private.tensors",
+    "sympy.physics.units",
     "torch._dynamo.backends.cudagraphs",
     "torch._dynamo.backends.distributed",
     "torch._dynamo.dce_extra_outputs",
@@ -354,6 +355,12 @@ def warm_compiler() -> None:
             if name.partition(".")[0] in sys.modules:  # not Lockstep, where torch's own class is the subject
                 importlib.import_module(name)
     with contextlib.suppress(Exception):
+        from torch._inductor.codecache import torch_key
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+        torch_key()  # reads all of torch's files
+        pick_vec_isa()  # asks the compiler
+    with contextlib.suppress(Exception):
         from torch._inductor.codegen.common import init_backend_registration
         from torch._inductor.fx_passes import joint_graph
         from tqdm import tqdm
@@ -364,6 +371,21 @@ def warm_compiler() -> None:
     with contextlib.suppress(AttributeError):
         # Times the guards of each graph for a line in a log, after it has swept the caches with 32 MB.
         torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+    if not torch.backends.cuda.is_built():  # there autograd would start a thread for each GPU
+        compile_once()
+
+
+def compile_once() -> None:
+    """Compile something small, without Inductor and its threads: a rank's own first graph then costs a third less."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]), contextlib.suppress(Exception):  # a test will say what is wrong
+        model = torch.compile(torch.nn.Linear(3, 2), backend="aot_eager")
+        model(torch.ones(2, 3)).sum().backward()
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    threads = list(Path("/proc/self/task").glob("*"))
+    assert len(threads) <= 1, "a process with threads cannot be forked safely"
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from multirank.harness import lockstep_only
 pytestmark = [
     lockstep_only,
     pytest.mark.slow,
+    pytest.mark.soak,  # make test harms the demo at random: launch/test_launch_soak.py
 ]
 SMALL = ["--steps", "60", "--batch", "4", "--context", "32", "--width", "32", "--layers", "2", "--save-every", "5"]
 

@@ -46,7 +46,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["return", "destroy", "raise", "fork"])
+@pytest.mark.parametrize("how", ["return", pytest.param("destroy", marks=pytest.mark.soak), "raise", "fork"])
 def test_the_last_checkpoint_of_a_program_is_written(how: str, tmp_path: Path) -> None:
     script, folder = write_script(tmp_path / "train.py", PROGRAM), tmp_path / "checkpoints"
     if how == "fork":

@@ -128,7 +128,7 @@ def check(
     assert results[0][1] == results[1][1]
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_around_a_backward(fullgraph: bool) -> None:
     check(run_ranks(WORLD, train, way="context", fullgraph=fullgraph))
 
@@ -146,8 +146,17 @@ def test_inductor() -> None:
     check(run_ranks(WORLD, train, way="context", backend="inductor", parts=2), parts=2)
 
 
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("view", [None, True, False])
+@pytest.mark.parametrize(
+    ("view", "keep"),
+    [
+        (None, False),
+        (True, True),
+        (False, True),
+        pytest.param(None, True, marks=pytest.mark.soak),
+        pytest.param(True, False, marks=pytest.mark.soak),
+        pytest.param(False, False, marks=pytest.mark.soak),
+    ],
+)
 def test_accumulation(view: bool | None, keep: bool) -> None:
     results = run_ranks(WORLD, train, way="context", parts=3, keep=keep, gradient_as_bucket_view=view)
     check(results, parts=3, keep=keep)

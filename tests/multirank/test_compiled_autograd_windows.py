@@ -148,7 +148,7 @@ def same_output_twice(on_ranks: tuple[int, ...]) -> list[list[Tensor]]:
     return seen
 
 
-@pytest.mark.parametrize("on_ranks", [BOTH, FIRST])
+@pytest.mark.parametrize("on_ranks", [BOTH, pytest.param(FIRST, marks=pytest.mark.soak)])
 def test_a_second_backward_from_the_same_output(on_ranks: tuple[int, ...]) -> None:
     assert_equal(run_ranks(WORLD, same_output_twice, on_ranks), run_ranks(WORLD, same_output_twice, ())[0])
 
@@ -247,7 +247,9 @@ def fewer_used(on_ranks: tuple[int, ...], skips: bool) -> list[list[Tensor]]:
     return seen
 
 
-@pytest.mark.parametrize("skips", [False, True])
-@pytest.mark.parametrize("on_ranks", [BOTH, FIRST])
+@pytest.mark.parametrize(
+    ("on_ranks", "skips"),
+    [(BOTH, False), (BOTH, True), (FIRST, True), pytest.param(FIRST, False, marks=pytest.mark.soak)],
+)
 def test_unused_parameters(on_ranks: tuple[int, ...], skips: bool) -> None:
     assert_equal(run_ranks(WORLD, fewer_used, on_ranks, skips), run_ranks(WORLD, fewer_used, (), skips)[0])

@@ -57,11 +57,16 @@ def train_with_flex(way: str, hows: list[str | None], overlaps: list[str | None]
             pair.steps(4).require_delivered(4 if is_launched else 0)
 
 
-def test_flex_attention_compiled_in_an_uncompiled_model() -> None:
-    # None: torch compiles it all the same, by its backend "eager".
-    run_ranks(
-        2, train_with_flex, "left", [None, "eager", "aot_eager"], [None, "graph", "split"], DTYPE, preload=PRELOAD
-    )
+@pytest.mark.parametrize(
+    ("hows", "overlaps"),
+    [
+        ([None, "aot_eager"], [None, "split"]),  # None: torch compiles it all the same, by its backend "eager"
+        pytest.param(["eager"], [None, "graph", "split"], marks=pytest.mark.soak),
+        pytest.param([None, "aot_eager"], ["graph"], marks=pytest.mark.soak),
+    ],
+)
+def test_flex_attention_compiled_in_an_uncompiled_model(hows: list[str | None], overlaps: list[str | None]) -> None:
+    run_ranks(2, train_with_flex, "left", hows, overlaps, DTYPE, preload=PRELOAD)
 
 
 def test_flex_attention_compiled_on_its_own_in_a_compiled_model() -> None:
@@ -70,7 +75,7 @@ def test_flex_attention_compiled_on_its_own_in_a_compiled_model() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["left", "wrap_then_compile"])
+@pytest.mark.parametrize("way", [pytest.param("left", marks=pytest.mark.soak), "wrap_then_compile"])
 def test_flex_attention_compiled_by_inductor(way: str) -> None:
     env = {"TORCHINDUCTOR_CACHE_DIR": inductor_cache(), "LOCKSTEP_TEST_COMPILER": "inductor"}
     run_ranks(2, train_with_flex, way, ["inductor"], [None], torch.float32, env=env, preload=PRELOAD, limit_s=500)

@@ -531,14 +531,15 @@ def with_inductor(functions: list[Callable[[], None]]) -> None:
 
 
 WITH_INDUCTOR = {
-    "reduction": [check_accumulate_views, check_leave_gradients, check_comm_hooks, check_options, check_uneven_inputs],
+    "reduction": [check_accumulate_views, check_leave_gradients, check_comm_hooks],
+    "options": [check_options, check_uneven_inputs],
     "passes": [check_two_forwards_and_two_backwards, check_two_models_in_turn, check_failing_backward],
     "settings": [inductor_options, check_optimizer_in_backward],
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WITH_INDUCTOR)
+@pytest.mark.parametrize("name", ["reduction", pytest.param("options", marks=pytest.mark.soak), "passes", "settings"])
 def test_compiled_by_inductor(name: str) -> None:
     env = {"TORCHINDUCTOR_CACHE_DIR": inductor_cache(), "LOCKSTEP_TEST_COMPILER": "inductor"}
     run_ranks(2, with_inductor, WITH_INDUCTOR[name], env=env, preload=PRELOAD, limit_s=500)

@@ -249,14 +249,14 @@ def end_of(how: str, who: int, tmp_path: Path) -> tuple[list[int], list[str]]:
     return [d.exit_code for d in done], texts
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_the_words_of_a_rank_that_raised_are_quoted_also_if_it_hosts_the_store(who: int, tmp_path: Path) -> None:
     _, texts = end_of("raise", who, tmp_path)
     assert f"CAUGHT PeerFailed {who}" in texts[1 - who]
     assert "ValueError: my own words" in texts[1 - who]
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_rank_that_leaves_is_named_with_its_step(who: int, tmp_path: Path) -> None:
     codes, texts = end_of("exit", who, tmp_path)
     assert codes[who] == 3

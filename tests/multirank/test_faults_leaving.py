@@ -53,7 +53,10 @@ except lockstep.errors.PeerLate as error:
 """
 
 
-@pytest.mark.parametrize(("how", "status"), [("sys.exit", 3), ("return", 0), ("raise", 1), ("destroy", 0)])
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [("sys.exit", 3), pytest.param("return", 0, marks=pytest.mark.soak), ("raise", 1), ("destroy", 0)],
+)
 def test_a_rank_that_gave_up_a_peer_leaves_with_its_status(how: str, status: int, tmp_path: Path) -> None:
     first, second = start_ranks(2, write_script(tmp_path / "train.py", GIVE_UP), how)
     try:
@@ -67,7 +70,7 @@ def test_a_rank_that_gave_up_a_peer_leaves_with_its_status(how: str, status: int
     assert ("DESTROYED" in done.output) is (how == "destroy")
 
 
-@pytest.mark.parametrize("how", ["sys.exit", "raise"])
+@pytest.mark.parametrize("how", ["sys.exit", pytest.param("raise", marks=pytest.mark.soak)])
 def test_a_launcher_names_the_rank_that_was_given_up(how: str, tmp_path: Path) -> None:
     script = write_script(tmp_path / "train.py", GIVE_UP)
     words = [*LOCKSTEP, "run", "--nproc", "2", "--report-dir", tmp_path / "reports", script, how]
@@ -175,7 +178,7 @@ def told(how: str, tmp_path: Path) -> tuple[str, Finished]:
     return line, second
 
 
-@pytest.mark.parametrize("how", ["forward", "beside", "exit"])
+@pytest.mark.parametrize("how", ["forward", "beside", pytest.param("exit", marks=pytest.mark.soak)])
 def test_an_error_that_was_caught_before_the_end_is_quoted(how: str, tmp_path: Path) -> None:
     line, second = told(how, tmp_path)
     assert second.exit_code == (0 if how == "forward" else 7), second
@@ -204,7 +207,9 @@ def test_errors_that_were_handled_are_not_the_reason_for_a_later_end(tmp_path: P
     assert "join()" in line
 
 
-@pytest.mark.parametrize("how", [["mp", "fork"], ["mp", "spawn"], ["spawn"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "how", [["mp", "fork"], ["mp", "spawn"], pytest.param(["spawn"], marks=pytest.mark.soak)], ids=" ".join
+)
 def test_processes_of_multiprocessing_have_last_words_too(how: list[str], tmp_path: Path) -> None:
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
     script = write_script(tmp_path / "train.py", SWALLOW)
@@ -297,7 +302,9 @@ if rank == 1 or group is not None:
 """
 
 
-@pytest.mark.parametrize("how", ["the model is kept", "the model is let go", "a part of the ranks"])
+@pytest.mark.parametrize(
+    "how", ["the model is kept", pytest.param("the model is let go", marks=pytest.mark.soak), "a part of the ranks"]
+)
 def test_a_rank_that_destroys_its_group_is_named(how: str, tmp_path: Path) -> None:
     launches = start_ranks(3, write_script(tmp_path / "train.py", DESTROY), how)
     speaking = launches[2]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from multirank.compare import assert_close, assert_identical, gradients_of, state_of
 from multirank.harness import run_ranks, subject_class
-from multirank.models import CASES, Case, reference_backward, shard
+from multirank.models import CASES, WORLDS_AND_DTYPES, Case, reference_backward, shard
 
 NUM_STEPS = 3
 # In MiB. The models hold 4 to 60 KiB: one bucket, a few, and nearly one per parameter.
@@ -87,9 +87,8 @@ def run_of(runs: dict[tuple[int, torch.dtype], list[Any]], world: int, dtype: to
     return runs[world, dtype]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize(("world", "dtype"), WORLDS_AND_DTYPES)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_gradients_equal_one_process(runs: Any, world: int, name: str, dtype: torch.dtype) -> None:
     values = run_of(runs, world, dtype)
     expected = train_reference(CASES[name], world, dtype)
@@ -102,9 +101,9 @@ def test_gradients_equal_one_process(runs: Any, world: int, name: str, dtype: to
                 assert_close(values[0][name, cap, view]["gradients"][step], expected[step], what, tolerance)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_ranks_are_bitwise_equal(runs: Any, world: int) -> None:
-    values = run_of(runs, world, torch.float32)
+@pytest.mark.parametrize(("world", "dtype"), [(2, torch.float64), (3, torch.float64), (4, torch.float32)], ids=str)
+def test_ranks_are_bitwise_equal(runs: Any, world: int, dtype: torch.dtype) -> None:
+    values = run_of(runs, world, dtype)
     for rank in range(1, world):
         for key in values[0]:
             mine, first = dict(values[rank][key]), dict(values[0][key])

@@ -72,7 +72,7 @@ def train_odd(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", MODES)
-@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("world", [1, 3, pytest.param(4, marks=pytest.mark.soak)])
 def test_odd_parameters(world: int, how: str) -> None:
     run_ranks(world, train_odd, how)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from multirank.compare import assert_identical
 from multirank.harness import lockstep_only, run_ranks
-from multirank.models import CASES, reference_backward, shard
+from multirank.models import CASES, WORLDS_AND_DTYPES, reference_backward, shard
 from multirank.shard_training import OPTIMIZERS, shard_by_blocks, train_and_compare, whole
 
 pytestmark = lockstep_only
@@ -26,8 +26,7 @@ def train_all(dtype: torch.dtype) -> None:
         train_and_compare(name, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(("world", "dtype"), WORLDS_AND_DTYPES)
 def test_eager(world: int, dtype: torch.dtype) -> None:
     run_ranks(world, train_all, dtype, preload=TRANSFORMERS)
 
@@ -65,7 +64,7 @@ def test_one_graph(world: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize("mode", [pytest.param(None, marks=pytest.mark.soak), "reduce-overhead"])
 def test_one_graph_by_inductor(mode: str | None) -> None:
     assert run_ranks(2, train_compiled, ["gpt_tied"], "inductor", mode)[0] == [1]
 

@@ -86,8 +86,10 @@ def most_at_once(log: list[tuple[str, str]], what: str) -> int:
     return most
 
 
-@pytest.mark.parametrize("max_inputs", [1, 2])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("backend", "max_inputs"),
+    [("aot_eager", 1), ("aot_eager", 2), ("inductor", 1), pytest.param("inductor", 2, marks=pytest.mark.soak)],
+)
 def test_the_next_unit_travels_while_this_one_computes(backend: str, max_inputs: int) -> None:
     for log in run_ranks(2, logged_step, backend, max_inputs, limit_s=300):
         gathers = [entry for entry in log if entry[0].startswith("gather")]

@@ -92,13 +92,23 @@ def with_comm_hook(side: Side) -> None:
 
 ONE_OF_EACH = (EAGER, WRAP_THEN_COMPILE)
 MIXES = {
-    "backward_in_a_compiled_step": Mix(backward_inside, one_net, modes=WHOLE, by_inductor=True, worlds=(3,)),
-    "compiled_autograd": Mix(backward_inside, one_net, modes=WHOLE, worlds=TWO_AND_THREE),
-    "compiled_autograd_of_a_model": Mix(backward_outside, one_net, modes=(WRAP_THEN_COMPILE, COMPILE_THEN_WRAP)),
+    "backward_in_a_compiled_step": Mix(
+        backward_inside, one_net, modes=WHOLE, by_inductor=True, worlds=(3,), soaks=(COMPILE_THEN_WRAP,)
+    ),
+    "compiled_autograd": Mix(backward_inside, one_net, modes=WHOLE, worlds=TWO_AND_THREE, soaks=(2,)),
+    "compiled_autograd_of_a_model": Mix(
+        backward_outside, one_net, modes=(WRAP_THEN_COMPILE, COMPILE_THEN_WRAP), soaks=(COMPILE_THEN_WRAP,)
+    ),
     "compiled_autograd_with_a_hook": Mix(backward_inside, one_net, modes=ONE_OF_EACH, after_wrapping=with_comm_hook),
-    "compiled_autograd_with_python_reducer": Mix(backward_inside, one_net, modes=WHOLE, worlds=(3,)),
+    "compiled_autograd_with_python_reducer": Mix(
+        backward_inside,
+        one_net,
+        modes=WHOLE,
+        worlds=(3,),
+        soaks=(EAGER, COMPILE_THEN_WRAP),
+    ),
     "python_reducer_alone": Mix(backward_outside, one_net, modes=(WRAP_THEN_COMPILE,)),
-    "enabled_autograd": Mix(backward_enabled, one_net, modes=WHOLE, worlds=(3,)),
+    "enabled_autograd": Mix(backward_enabled, one_net, modes=WHOLE, worlds=(3,), soaks=(COMPILE_THEN_WRAP,)),
     "enabled_autograd_with_a_hook": Mix(backward_enabled, one_net, modes=ONE_OF_EACH, after_wrapping=with_comm_hook),
 }
 
@@ -120,6 +130,14 @@ def test_mix(name: str, mode: str, backend: str, world: int) -> None:
 
 OPTIMIZED = """
     import importlib, os, sys
+    from importlib import _bootstrap_external as files
+    # torch comes as it was compiled when it was installed: to compile all of it anew takes longer than this test.
+    kept = files.cache_from_source
+    files.cache_from_source = lambda path, *rest: kept(path, optimization="" if is_torch(path) else "1")
+
+    def is_torch(path):
+        return "/torch/" in path.rpartition("site-packages")[2]
+
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -127,9 +145,10 @@ OPTIMIZED = """
 
     if __debug__:
         sys.exit("assertions are on")
+    if not lockstep.__spec__.cached.endswith(".opt-1.pyc"):
+        sys.exit("Lockstep has its assertions")
     for name in sys.argv[2:]:
         importlib.import_module(name)
-    # Without assertions python has no compiled files of torch, and makes them in every process: so once for both ranks.
     other = os.fork()
     rank, world, where = int(other == 0), 2, sys.argv[1]
     dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=world)

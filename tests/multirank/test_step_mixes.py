@@ -15,6 +15,7 @@ from multirank.mixes import (
     BLOCKS,
     COMPILE_THEN_WRAP,
     EAGER,
+    INDUCTOR,
     TWO_AND_THREE,
     WHOLE,
     WRAP_THEN_COMPILE,
@@ -71,11 +72,13 @@ MODELS = {
     "two_models_the_wrapper_is_called": Mix(
         in_one_loss(1, "wrapper"), two_nets, modes=(WRAP_THEN_COMPILE,), worlds=(3,)
     ),
-    "two_models_wrapped_in_the_other_order": Mix(in_one_loss(0), two_nets, is_built_backwards=True, modes=COMPILED),
-    "three_models": Mix(in_one_loss(1), three_nets, modes=COMPILED, worlds=(3,)),
-    "chained_models": Mix(in_one_loss(0, is_chained=True), chain, worlds=(3,)),
+    "two_models_wrapped_in_the_other_order": Mix(
+        in_one_loss(0), two_nets, is_built_backwards=True, modes=COMPILED, soaks=(COMPILE_THEN_WRAP,)
+    ),
+    "three_models": Mix(in_one_loss(1), three_nets, modes=COMPILED, worlds=(3,), soaks=(COMPILE_THEN_WRAP,)),
+    "chained_models": Mix(in_one_loss(0, is_chained=True), chain, worlds=(3,), soaks=(WRAP_THEN_COMPILE,)),
     "chained_models_wrapped_in_the_other_order": Mix(
-        in_one_loss(1, is_chained=True), chain, is_built_backwards=True, modes=COMPILED
+        in_one_loss(1, is_chained=True), chain, is_built_backwards=True, modes=COMPILED, soaks=(COMPILE_THEN_WRAP,)
     ),
 }
 
@@ -114,8 +117,10 @@ HOOKS = {
     "a_hook_that_clamps_after_wrapping": Mix(
         plain_step, one_net, after_wrapping=clamp_from_the_start, by_inductor=True, worlds=(3,)
     ),
-    "a_hook_that_clamps_between_forward_and_backward": Mix(with_hook("clamp", 3), one_net, worlds=(3,)),
-    "a_tensor_hook_that_scales": Mix(with_hook("scale", 3), one_net),
+    "a_hook_that_clamps_between_forward_and_backward": Mix(
+        with_hook("clamp", 3), one_net, worlds=(3,), soaks=(COMPILE_THEN_WRAP,)
+    ),
+    "a_tensor_hook_that_scales": Mix(with_hook("scale", 3), one_net, soaks=(WRAP_THEN_COMPILE,)),
 }
 
 
@@ -147,11 +152,11 @@ def uneven_forwards(side: Side, t: int) -> None:
 
 
 RANKS = {
-    "rank_0_logs_then_two_forwards": Mix(rank_0_alone("hooks"), one_net, worlds=(3,)),
+    "rank_0_logs_then_two_forwards": Mix(rank_0_alone("hooks"), one_net, worlds=(3,), soaks=(WRAP_THEN_COMPILE,)),
     "rank_0_uncompiled_then_two_forwards": Mix(
-        rank_0_alone("uncompiled"), one_net, modes=COMPILED, by_inductor=True, worlds=(3,)
+        rank_0_alone("uncompiled"), one_net, modes=COMPILED, by_inductor=True, worlds=(3,), soaks=(COMPILE_THEN_WRAP,)
     ),
-    "uneven_forwards": Mix(uneven_forwards, one_net, worlds=TWO_AND_THREE),
+    "uneven_forwards": Mix(uneven_forwards, one_net, worlds=TWO_AND_THREE, soaks=(2,)),
 }
 
 
@@ -197,13 +202,21 @@ def gan(step: Any, build: Any = generator_and_critic, **options: Any) -> Mix:
 
 
 ADVERSARIES = {
-    "gan": gan(adversarial(), worlds=TWO_AND_THREE),
-    "gan_with_a_break": gan(adversarial(), generator_and_critic_with_break, modes=COMPILED, worlds=(3,)),
+    "gan": gan(adversarial(), worlds=TWO_AND_THREE, soaks=(2,)),
+    "gan_with_a_break": gan(
+        adversarial(), generator_and_critic_with_break, modes=COMPILED, worlds=(3,), soaks=(COMPILE_THEN_WRAP,)
+    ),
     "gan_in_blocks": gan(adversarial(), modes=(BLOCKS,), worlds=(3,)),
-    "gan_with_a_hook": gan(adversarial(has_hook=True), modes=WHOLE, worlds=(3,)),
-    "gan_with_a_frozen_critic": gan(adversarial(("blocks", "head")), modes=(EAGER, *COMPILED, BLOCKS)),
+    "gan_with_a_hook": gan(adversarial(has_hook=True), modes=WHOLE, worlds=(3,), soaks=(WRAP_THEN_COMPILE,)),
+    "gan_with_a_frozen_critic": gan(
+        adversarial(("blocks", "head")), modes=(EAGER, *COMPILED, BLOCKS), soaks=(COMPILE_THEN_WRAP,)
+    ),
     "gan_with_half_a_bucket_frozen": gan(
-        adversarial(("head.bias",)), modes=(EAGER, *COMPILED), by_inductor=True, worlds=(3,)
+        adversarial(("head.bias",)),
+        modes=(EAGER, *COMPILED),
+        by_inductor=True,
+        worlds=(3,),
+        soaks=(WRAP_THEN_COMPILE, INDUCTOR),
     ),
 }
 
@@ -256,20 +269,25 @@ def with_comm_hook(hook: Any) -> Callable[[Side], None]:
 
 
 LATER = {
-    "a_late_penalty": Mix(late_penalty("of_weight"), one_net, by_inductor=True, worlds=TWO_AND_THREE),
+    "a_late_penalty": Mix(late_penalty("of_weight"), one_net, by_inductor=True, worlds=TWO_AND_THREE, soaks=(2,)),
     "a_late_penalty_under_a_linear_hook": Mix(
         late_penalty("of_weight", (1,)),
         one_net,
         after_wrapping=with_comm_hook(default_hooks.allreduce_hook),
         worlds=(3,),
+        soaks=(COMPILE_THEN_WRAP,),
     ),
     "a_late_penalty_in_blocks": Mix(late_penalty("of_weight"), one_net, modes=(BLOCKS,)),
-    "a_late_penalty_of_data": Mix(late_penalty("of_data"), one_net, worlds=(3,)),
-    "a_late_penalty_on_one_rank": Mix(late_penalty("of_data", (1,)), one_net),
-    "a_block_used_twice": Mix(twice_from_step_3, one_net, worlds=(3,)),
+    "a_late_penalty_of_data": Mix(late_penalty("of_data"), one_net, worlds=(3,), soaks=(WRAP_THEN_COMPILE,)),
+    "a_late_penalty_on_one_rank": Mix(late_penalty("of_data", (1,)), one_net, soaks=(COMPILE_THEN_WRAP,)),
+    "a_block_used_twice": Mix(twice_from_step_3, one_net, worlds=(3,), soaks=(COMPILE_THEN_WRAP,)),
     "a_block_used_twice_in_blocks": Mix(twice_from_step_3, one_net, modes=(BLOCKS,)),
     "two_forwards_with_unused": Mix(
-        two_forwards_from_step_3, net_with_unused, options={"find_unused_parameters": True}, worlds=(3,)
+        two_forwards_from_step_3,
+        net_with_unused,
+        options={"find_unused_parameters": True},
+        worlds=(3,),
+        soaks=(WRAP_THEN_COMPILE,),
     ),
 }
 
@@ -277,7 +295,11 @@ LATER = {
 for view in (None, True, False):
     options = {"find_unused_parameters": True, "bucket_cap_mb": 0.0022, "gradient_as_bucket_view": view}
     LATER[f"late_in_the_bucket_of_an_unused_one_{view}"] = Mix(
-        late_in_the_bucket_of_an_unused_one, net_with_unused, options=options, num_steps=5
+        late_in_the_bucket_of_an_unused_one,
+        net_with_unused,
+        options=options,
+        num_steps=5,
+        soaks=() if view is None else (COMPILE_THEN_WRAP,),
     )
 
 

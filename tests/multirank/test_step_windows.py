@@ -15,6 +15,7 @@ from multirank.mixes import (
     BLOCKS,
     COMPILE_THEN_WRAP,
     EAGER,
+    INDUCTOR,
     MODES,
     PRELOAD,
     TWO_AND_THREE,
@@ -98,15 +99,22 @@ def retained(side: Side, t: int) -> None:
 
 
 PASSES = {
-    "rank_0_in_two_passes": Mix(rank_0_in_two_passes(False), towers, modes=(EAGER,), worlds=TWO_AND_THREE),
+    "rank_0_in_two_passes": Mix(rank_0_in_two_passes(False), towers, modes=(EAGER,), worlds=TWO_AND_THREE, soaks=(2,)),
     "rank_0_in_two_passes_later": Mix(rank_0_in_two_passes(True), towers, modes=(EAGER,), worlds=(3,)),
     "rank_0_in_two_passes_over_two_graphs": Mix(
-        rank_0_in_two_passes(True), towers_with_break, after_wrapping=keep_buffers, modes=COMPILED, by_inductor=True
+        rank_0_in_two_passes(True),
+        towers_with_break,
+        after_wrapping=keep_buffers,
+        modes=COMPILED,
+        by_inductor=True,
+        soaks=(COMPILE_THEN_WRAP, INDUCTOR),
     ),
     "then_a_penalty": Mix(then_a_penalty(False), one_net, compares_before_step=False, by_inductor=True, worlds=(3,)),
-    "then_a_penalty_by_rank": Mix(then_a_penalty(True), one_net, compares_before_step=False, worlds=(3,)),
-    "then_a_penalty_and_clipping": Mix(then_a_penalty(True, "after"), one_net),
-    "clipping_then_a_penalty": Mix(then_a_penalty(True, "between"), one_net),
+    "then_a_penalty_by_rank": Mix(
+        then_a_penalty(True), one_net, compares_before_step=False, worlds=(3,), soaks=(WRAP_THEN_COMPILE,)
+    ),
+    "then_a_penalty_and_clipping": Mix(then_a_penalty(True, "after"), one_net, soaks=(COMPILE_THEN_WRAP,)),
+    "clipping_then_a_penalty": Mix(then_a_penalty(True, "between"), one_net, soaks=(WRAP_THEN_COMPILE,)),
     "retained": Mix(retained, one_net, after_wrapping=keep_buffers),
 }
 
@@ -142,9 +150,13 @@ def by_turns(num_alone: int) -> Callable[[Side, int], None]:
 
 
 SHARED = {
-    "shared_encoder_by_turns": Mix(by_turns(6), shared_encoder, worlds=(3,)),
-    "shared_encoder_in_one_loss": Mix(by_turns(0), shared_encoder, num_steps=4, by_inductor=True),
-    "shared_encoder_by_turns_then_in_one_loss": Mix(by_turns(4), shared_encoder, num_steps=7, worlds=(3,)),
+    "shared_encoder_by_turns": Mix(by_turns(6), shared_encoder, worlds=(3,), soaks=(COMPILE_THEN_WRAP,)),
+    "shared_encoder_in_one_loss": Mix(
+        by_turns(0), shared_encoder, num_steps=4, by_inductor=True, soaks=(COMPILE_THEN_WRAP,)
+    ),
+    "shared_encoder_by_turns_then_in_one_loss": Mix(
+        by_turns(4), shared_encoder, num_steps=7, worlds=(3,), soaks=(WRAP_THEN_COMPILE,)
+    ),
 }
 
 
@@ -171,8 +183,8 @@ def uneven_micro_batches(side: Side, t: int) -> None:
 
 
 UNSYNCHRONISED = {
-    "flag_by_hand": Mix(flag_by_hand, towers, by_inductor=True, worlds=TWO_AND_THREE),
-    "uneven_micro_batches": Mix(uneven_micro_batches, one_net, worlds=(3,)),
+    "flag_by_hand": Mix(flag_by_hand, towers, by_inductor=True, worlds=TWO_AND_THREE, soaks=(2,)),
+    "uneven_micro_batches": Mix(uneven_micro_batches, one_net, worlds=(3,), soaks=(COMPILE_THEN_WRAP,)),
 }
 
 
@@ -220,9 +232,14 @@ def gradient_penalty(side: Side, t: int) -> None:
 
 
 DETOURS = {
-    "one_of_three_forwards_is_used": Mix(one_of_three_used, one_net),
-    "a_forward_that_fails": Mix(failing_forward, one_net, by_inductor=True),
-    "autograd_grad_in_between": Mix(by_autograd_grad, one_net),
+    "one_of_three_forwards_is_used": Mix(one_of_three_used, one_net, soaks=(WRAP_THEN_COMPILE,)),
+    "a_forward_that_fails": Mix(
+        failing_forward,
+        one_net,
+        by_inductor=True,
+        soaks=(COMPILE_THEN_WRAP, INDUCTOR),
+    ),
+    "autograd_grad_in_between": Mix(by_autograd_grad, one_net, soaks=(WRAP_THEN_COMPILE,)),
     "a_gradient_penalty": Mix(gradient_penalty, one_net, modes=(EAGER,), worlds=(3,)),
 }
 
@@ -276,14 +293,18 @@ FINDS_UNUSED = {"find_unused_parameters": True}
 WIDE = {"bucket_cap_mb": 0.0022}  # of parts of two blocks
 KEPT = {**WIDE, "gradient_as_bucket_view": True}
 PARAMETERS = {
-    "zeroed_in_place": Mix(simple, one_net, set_to_none=False),
+    "zeroed_in_place": Mix(simple, one_net, set_to_none=False, soaks=(COMPILE_THEN_WRAP,)),
     # A bucket of several graphs, in which gradients that are zeroed in place still lie when the first graph delivers.
-    "zeroed_in_a_bucket_that_is_kept": Mix(simple, one_net, options=KEPT, set_to_none=False, modes=MODES),
+    "zeroed_in_a_bucket_that_is_kept": Mix(
+        simple, one_net, options=KEPT, set_to_none=False, modes=MODES, soaks=(WRAP_THEN_COMPILE,)
+    ),
     "zeroed_in_a_bucket_of_several_graphs": Mix(simple, one_net, options=WIDE, set_to_none=False, modes=(BLOCKS,)),
     "frozen_in_a_later_step": Mix(frozen_from_step_3, one_net, num_steps=8, worlds=(3,)),
-    "an_empty_batch_on_rank_1": Mix(empty_on_rank_1, one_net, worlds=(3,)),
-    "used_on_one_rank": Mix(used_on_rank_1, net_with_extra, options=FINDS_UNUSED, by_inductor=True),
-    "two_dtypes": Mix(simple, two_dtypes, dtype=None, tolerance=1e-5),
+    "an_empty_batch_on_rank_1": Mix(empty_on_rank_1, one_net, worlds=(3,), soaks=(WRAP_THEN_COMPILE,)),
+    "used_on_one_rank": Mix(
+        used_on_rank_1, net_with_extra, options=FINDS_UNUSED, by_inductor=True, soaks=(COMPILE_THEN_WRAP,)
+    ),
+    "two_dtypes": Mix(simple, two_dtypes, dtype=None, tolerance=1e-5, soaks=(WRAP_THEN_COMPILE,)),
 }
 
 
