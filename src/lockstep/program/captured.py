@@ -98,6 +98,12 @@ class Captured:
         batch = Batch.of(tree)
         if index > 0:
             self._take_edits()
+        self._look_at_memory()
+        if self._never and not self._programs:  # what Python holds does not matter any more
+            self._trained.has_changed(self._recipe.parameters, index)
+            if not self._recipe.parallel.is_joined:
+                self._together.all_can(False, index)
+            return self._loop(tree, index, is_last, None)
         key = self._key(batch, index, is_last)
         program = self._programs.get(key)
         restless = self._restless.look(key, batch, is_new=program is None and not self._seen[hash(key)])
@@ -127,17 +133,17 @@ class Captured:
     def _key(self, batch: Batch, index: int, is_last: bool) -> Kind:
         recipe = self._recipe
         optimizers = recipe.options.optimizers
-        memory = memory_of(recipe.parameters, optimizers)
-        if memory != self._memory:
-            self._forget_programs(memory)
         baked = optimizer_settings(optimizers, with_rates=self._rates_are_baked) if is_last else ()
         amp = (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
         # Middle micro-steps are alike; the first clears gradients.
         kind = (index == 0, is_last)
         return Kind(kind, batch.key, self._surroundings.values(), baked, trains(recipe.parameters), amp)
 
-    def _forget_programs(self, memory: Hashable) -> None:
-        """Parameters or states lie elsewhere now: what was captured would write to where they were."""
+    def _look_at_memory(self) -> None:
+        """Where parameters or states lie elsewhere now, what was captured would write to where they were."""
+        memory = memory_of(self._recipe.parameters, self._recipe.options.optimizers)
+        if memory == self._memory:
+            return
         if self._programs:
             self._record.note("parameters or optimizer state were replaced; programs are captured anew")
             self._seen.clear()
@@ -198,8 +204,8 @@ class Captured:
         if not self._streams_are_ready:
             self._renew_accumulators()
         # The last one before a capture shows where the host would wait, which in a capture would be an error.
-        looks = self._seen[hash(key)] == WARMUP_CALLS and hash(key) not in self._refused
-        before = self._surroundings.values()
+        looks = not self._never and self._seen[hash(key)] == WARMUP_CALLS and hash(key) not in self._refused
+        before = self._surroundings.values() if not self._never else ()
         with self._machine.aside():
             if looks:
                 with self._machine.noting_waits() as places:

@@ -18,10 +18,12 @@ __all__ = [
     "as_if_compiling",
     "compile_program",
     "kind_of_trace_error",
+    "memory_of_trace",
     "optimizer_has_hooks",
     "scaler_tensors",
     "trace_program",
     "tracing_compiled_modules",
+    "written_arguments",
 ]
 
 
@@ -46,6 +48,21 @@ def argument_of(operator: Any, name: str, args: Sequence[Any], kwargs: Mapping[s
             given = args[place] if place < len(args) else argument.default_value
             return kwargs.get(name, given)
     return None
+
+
+def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What an operator is given and writes to; nothing for what is no operator."""
+    arguments = getattr(getattr(operator, "_schema", None), "arguments", ())
+    named = {argument.name: args[place] for place, argument in enumerate(arguments[: len(args)])} | dict(kwargs)
+    written = [argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write]
+    return [named[name] for name in written if name in named]
+
+
+def memory_of_trace(value: Any) -> int:
+    """Stands for the memory of a tensor without values: the same number for views of it.  It has no address."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return -id(value)
+    return value.untyped_storage()._cdata
 
 
 def trace_program(
