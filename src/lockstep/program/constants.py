@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from torch import Tensor, fx
 
 from lockstep import torch_private
 from lockstep.graph.compare import OF_THIS_PROCESS
+from lockstep.program.held import add_input
 
 _aten = torch.ops.aten
 _SAME = ("add", "sub", "mul", "div")
@@ -63,8 +65,8 @@ class Constants:
     def __init__(self, graph: fx.GraphModule) -> None:
         self._graph = graph
         _write_parts_alike(graph)
-        shared = _written_or_returned(graph)
-        found = [_constant_in(node, shared) for node in graph.graph.nodes if node.op == "call_function"]
+        memory = _Memory(graph)
+        found = [_constant_in(node, memory) for node in graph.graph.nodes if node.op == "call_function"]
         self._found = {constant.node: constant for constant in found if constant is not None}
 
     def told(self) -> str:
@@ -79,11 +81,8 @@ class Constants:
         columns = zip(*(values for _, values in told), strict=True)
         differing = [c for c, values in zip(self._found.values(), columns, strict=True) if len(set(values)) > 1]
         graph = self._graph.graph
-        placeholders = graph.find_nodes(op="placeholder")
-        first = placeholders[-1].next if placeholders else next(iter(graph.nodes))
         for index, constant in enumerate(differing):
-            with graph.inserting_before(first):
-                given = graph.placeholder(f"number_of_rank_{index}")
+            given = add_input(graph, f"number_of_rank_{index}")
             with graph.inserting_before(constant.node):
                 made = constant.put(graph, constant.node, given)
             made.meta.update(constant.node.meta)
@@ -112,13 +111,13 @@ class Constants:
 # ---------------------------------------------------------------- which numbers
 
 
-def _constant_in(node: fx.Node, shared: set[int]) -> Constant | None:
+def _constant_in(node: fx.Node, memory: _Memory) -> Constant | None:
     if node.target in _OPERANDS:
         return _operand(node)
     if node.target in _FILLED:
         return _filling(node, _FILLED[node.target])
     if node.target in _PLACED:
-        return _place(node, shared)
+        return _place(node, memory)
     return _range(node) if node.target in _RANGES else None
 
 
@@ -171,15 +170,15 @@ def _range(node: fx.Node) -> Constant | None:
     return Constant(node, start, f"{list(made.shape)} {step} {node.kwargs}", put)
 
 
-def _place(node: fx.Node, shared: set[int]) -> Constant | None:
+def _place(node: fx.Node, memory: _Memory) -> Constant | None:
     """A row, or a part, of a tensor; or a tensor of zeros with such a part."""
     is_backward = node.target in _PLACED[2:]
     args: Any = node.args
     if node.kwargs or not isinstance(args[0], fx.Node):
         return None
     source, result = _value(args[0]), _value(node)
-    if not is_backward and torch_private.memory_of_trace(source) in shared:
-        return None  # who writes to a part of it, or keeps that, has to have that part and no copy
+    if not is_backward and not memory.may_be_copied(node):
+        return None
     whole = result if is_backward else source
     dim = (args[2 if is_backward else 1] if len(args) > 1 else 0) % whole.dim()
     size = whole.shape[dim]
@@ -215,18 +214,36 @@ def _value(node: Any) -> Any:
     return node.meta["val"] if isinstance(node, fx.Node) and "val" in node.meta else torch.empty(0, dtype=torch.bool)
 
 
-def _written_or_returned(graph: fx.GraphModule) -> set[int]:
-    """The memory that operators of the trace write to, or that its results lie in."""
-    found: set[int] = set()
-    for node in graph.graph.nodes:
-        given: list[fx.Node] = []
-        if node.op == "output":
-            given = node.all_input_nodes
-        elif node.op == "call_function":
-            written = torch_private.written_arguments(node.target, node.args, node.kwargs)
-            fx.map_arg(written, given.append)
-        found |= {torch_private.memory_of_trace(_value(n)) for n in given}
-    return found
+class _Memory:
+    """Which memory a trace writes to, and when."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self._place = {node: place for place, node in enumerate(graph.graph.nodes)}
+        self._writes: defaultdict[int, list[int]] = defaultdict(list)
+        self._returned: set[int] = set()
+        for node, place in self._place.items():
+            if node.op == "output":
+                self._returned |= set(map(_memory_of, node.all_input_nodes))
+            elif node.op == "call_function":
+                written: list[fx.Node] = []
+                fx.map_arg(torch_private.written_arguments(node.target, node.args, node.kwargs), written.append)
+                for argument in written:
+                    self._writes[_memory_of(argument)].append(place)
+
+    def may_be_copied(self, view: fx.Node) -> bool:
+        """Whether a copy does in the place of a view: nobody writes to the memory while it is used, or returns it."""
+        memory = _memory_of(view)
+        uses, waiting = {view}, [view]
+        while waiting:
+            users = [user for user in waiting.pop().users if user not in uses]
+            uses.update(users)
+            waiting += [user for user in users if _memory_of(user) == memory]
+        first, last = self._place[view], max(map(self._place.__getitem__, uses))
+        return memory not in self._returned and not any(first < place <= last for place in self._writes[memory])
+
+
+def _memory_of(node: fx.Node) -> int:
+    return torch_private.memory_of_trace(_value(node))
 
 
 def _write_parts_alike(graph: fx.GraphModule) -> None:

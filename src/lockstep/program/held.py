@@ -51,8 +51,6 @@ def give_what_is_held(graph: fx.GraphModule, known: Mapping[str, Tensor]) -> lis
     names = {memory(tensor): name for name, tensor in known.items()}
     found: dict[str, fx.Node] = {}
     tensors: list[Tensor] = []
-    placeholders = graph.graph.find_nodes(op="placeholder")
-    first = placeholders[-1].next if placeholders else next(iter(graph.graph.nodes))
     for node in graph.graph.find_nodes(op="get_attr"):
         target = str(node.target)
         value: Any = getattr(graph, target, None)
@@ -62,14 +60,20 @@ def give_what_is_held(graph: fx.GraphModule, known: Mapping[str, Tensor]) -> lis
             if memory(value) in names:
                 name = names[memory(value)]
                 raise Untraceable(f"a tensor in the memory of {name} is read in another way than through the model")
-            with graph.graph.inserting_before(first):
-                found[target] = graph.graph.placeholder(f"held_{len(tensors)}")
+            found[target] = add_input(graph.graph, f"held_{len(tensors)}")
             found[target].meta.update({key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta})
             tensors.append(value)
         node.replace_all_uses_with(found[target])
         graph.graph.erase_node(node)
     graph.recompile()
     return tensors
+
+
+def add_input(graph: fx.Graph, name: str) -> fx.Node:
+    """Give a graph one more input, the last."""
+    known = graph.find_nodes(op="placeholder")
+    with graph.inserting_after(known[-1]) if known else graph.inserting_before(next(iter(graph.nodes))):
+        return graph.placeholder(name)
 
 
 def memory(tensor: Tensor) -> int:
