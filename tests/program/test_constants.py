@@ -17,7 +17,7 @@ X = torch.arange(24.0).reshape(4, 6) / 7 - 1.5
 
 
 def arithmetic(x: Tensor, rank: int) -> Tensor:
-    y = x * (rank + 1) + rank / 2 - 1.5 * rank
+    y = x * (rank + 1) + rank / 2 - 1.5 * rank + x.mean() * (0.1 + rank)
     return (rank - y) / (2 + rank) + (y > rank) + y.mul_(rank).add_(0.5 * rank)
 
 

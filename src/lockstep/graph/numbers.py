@@ -164,12 +164,9 @@ def _operand(node: fx.Node, position: int) -> Place | None:
     beside = _example(node.args[1 - position])
     if type(number) not in (int, float) or beside is None or not beside.is_floating_point():
         return None
-    if type(number) is int and abs(number) >= 2**31:
+    dtype = dtype_beside(number, beside)
+    if dtype is None:
         return None
-    # Beside a tensor without dimensions another one of 64 bits would have a say in the result's type.
-    if type(number) is float and beside.dim() == 0:
-        return None
-    dtype = torch.float64 if isinstance(number, float) else torch.int64
 
     def put(graph: fx.Graph, given: fx.Node) -> fx.Node:
         other = node.args[1 - position]  # as it is now: it may have had a number, too
@@ -178,6 +175,16 @@ def _operand(node: fx.Node, position: int) -> Place | None:
 
     others = f"{position} {node.args[1 - position]} {type(number).__name__}"
     return Place(node, number, others, beside, lambda: torch.tensor(number, dtype=dtype, device=beside.device), put)
+
+
+def dtype_beside(number: float, beside: Tensor) -> torch.dtype | None:
+    """Of a tensor without dimensions that computes with ``beside`` what the number does; None if none does."""
+    if isinstance(number, int):
+        return torch.int64 if abs(number) < 2**31 else None
+    if beside.dim() > 0:
+        return torch.float64
+    # Two without dimensions: the wider one would have a say in the result's type, a narrow one round the number.
+    return beside.dtype if beside.dtype in (torch.float32, torch.float64) else None
 
 
 def _filled(node: fx.Node, like: Any) -> Place | None:

@@ -28,6 +28,7 @@ from torch import Tensor, fx
 
 from lockstep import torch_private
 from lockstep.graph.compare import OF_THIS_PROCESS
+from lockstep.graph.numbers import dtype_beside
 from lockstep.program.held import add_input
 
 _aten = torch.ops.aten
@@ -52,11 +53,11 @@ class Constant:
     value: int | float
     others: str  # all that the operation is given besides, for comparison
     put: Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]  # (graph, node, input): what computes the same
+    dtype: torch.dtype = torch.int64  # of the input, for a whole number
 
     @property
     def tensor(self) -> Tensor:
-        dtype = torch.float64 if isinstance(self.value, float) else torch.int64
-        return torch.tensor(self.value, dtype=dtype, device=_value(self.node).device)
+        return torch.tensor(self.value, dtype=self.dtype, device=_value(self.node).device)
 
 
 class Constants:
@@ -128,16 +129,15 @@ def _operand(node: fx.Node) -> Constant | None:
     number, beside = args[1], _value(args[0])
     if type(number) not in (int, float) or not beside.is_floating_point():
         return None
-    if isinstance(number, float) and beside.dim() == 0:
-        return None  # beside a tensor without dimensions another one of 64 bits would have a say in the result's type
-    if isinstance(number, int) and abs(number) >= 2**31:
+    dtype = dtype_beside(number, beside)
+    if dtype is None:
         return None
 
     def put(graph: fx.Graph, node: fx.Node, given: fx.Node) -> fx.Node:
         pair = (given, node.args[0]) if node.target is _aten.rsub.Scalar else (node.args[0], given)
         return graph.call_function(_OPERANDS[node.target], pair)
 
-    return Constant(node, number, str(args[0]), put)
+    return Constant(node, number, str(args[0]), put, dtype)
 
 
 def _filling(node: fx.Node, position: int) -> Constant | None:
@@ -153,7 +153,8 @@ def _filling(node: fx.Node, position: int) -> Constant | None:
         return graph.call_function(_aten.clone.default, (wide,), {"memory_format": torch.contiguous_format})
 
     others = [argument for index, argument in enumerate(node.args) if index != position]
-    return Constant(node, number, f"{others} {node.kwargs} {made.dtype}", put)
+    dtype = torch.float64 if isinstance(number, float) else torch.int64
+    return Constant(node, number, f"{others} {node.kwargs} {made.dtype}", put, dtype)
 
 
 def _range(node: fx.Node) -> Constant | None:
