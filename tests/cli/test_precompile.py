@@ -108,6 +108,28 @@ def test_a_script_with_arguments_variables_groups_objects_and_workers(tmp_path: 
     assert artifacts(tmp_path) == ["step-0.lockstep"]
 
 
+def test_a_module_of_a_package(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "package" / "beside.py").write_text("WIDTH = 5\n")
+    (tmp_path / "package" / "train.py").write_text(
+        HEAD
+        + textwrap.dedent("""
+        from .beside import WIDTH
+        if __name__ == "__main__":
+            dist.init_process_group("gloo")
+            step = made(width=WIDTH)
+            while True:
+                step(torch.ones(2, int(sys.argv[1])))
+        """)
+    )
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    words = ["precompile", "-m", "package.train", "--world", "2", "--out", tmp_path / "out", "--", "5"]
+    done = run_command([*LOCKSTEP, *words], env=environment, cwd=tmp_path, limit_s=300.0)
+    assert done.exit_code == 0, done
+    assert artifacts(tmp_path) == ["step-0.lockstep"]
+
+
 def test_several_steps_are_all_waited_for(tmp_path: Path) -> None:
     body = """
     dist.init_process_group("nccl", init_method="tcp://10.1.2.3:1", rank=0, world_size=3)

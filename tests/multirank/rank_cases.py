@@ -138,7 +138,40 @@ class BranchesOnMembership(Base):
 
 class IndexesByRank(Base):
     def use(self, x: Tensor) -> Tensor:
-        return x + x[dist.get_rank()]  # named
+        return x + x[dist.get_rank()]
+
+
+class KeepsRank(Base):
+    """Asked for when the model was made, and by way of the environment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank = dist.get_rank()
+        self.label = f"rank {self.rank}"
+        self.table = torch.full((4,), 1.0 + self.rank)
+
+    def use(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean() * (0.1 + self.rank)
+        return (x * (self.rank + 1) + int(os.environ["RANK"])) * self.table - 2.5 * self.rank + mean
+
+
+class IndexesByRankInParts(Base):
+    def use(self, x: Tensor) -> Tensor:
+        rank = dist.get_rank()
+        filled = torch.full((4,), 0.5 * rank) * torch.tensor(float(rank))
+        return x * x[:, rank : rank + 2].sum() + x[rank, rank] - x[-1 - rank] * filled
+
+
+class SlicesByRank(Base):
+    """Rows, columns and parts of the rank; positions and constants that are made for it."""
+
+    def use(self, x: Tensor) -> Tensor:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        part = x[rank : rank + 1, :].sum() + x[:, rank].mean() + x.narrow(1, rank, 2).sum()
+        wide = torch.cat([x] * world, 1)
+        mine = wide.chunk(world, 1)[rank] + wide.split(4, 1)[rank - 1]
+        positions = torch.arange(4 * rank, 4 * rank + 4) + torch.full((4,), 0.5 * rank) + torch.tensor(float(rank))
+        return (1 - rank - x).abs() + part * mine + positions * x.clamp(min=0)
 
 
 # ---------------------------------------------------------------- meshes

@@ -37,8 +37,11 @@ SAME = (
     *("FunctionalSums", "FunctionalOthers", "DifferentiableGather", "LaterWait", "InPlace", "InPlaceAsync"),
     *("ForwardHooks", "Available", "Environment"),
 )
-LIFTED = ("ReadsRank", "ReadsGroupRank", "ReadsNonMember", "ReadsLocalRank", "ReadsCoordinate")
-NAMED = ("BranchesOnRank", "BranchesOnMembership", "IndexesByRank")
+LIFTED = (
+    *("ReadsRank", "ReadsGroupRank", "ReadsNonMember", "ReadsLocalRank", "ReadsCoordinate"),
+    *("ReadsRankAsTensor", "IndexesByRank", "IndexesByRankInParts", "KeepsRank"),
+)
+NAMED = ("BranchesOnRank", "BranchesOnMembership")
 HOOKS = ("BackwardHooks", "ModelBackwardHooks", "TensorHook")
 
 
@@ -142,7 +145,9 @@ def test_hooks_of_modules_and_tensors_without_compiled_autograd() -> None:
 IN_STEPS = (
     *("GroupSizes", "GroupFacts", "MeshFacts", "MeshGroup", "Placements", "FromLocal", "Redistribute"),
     *("FunctionalSums", "LaterWait", "InPlace", "ForwardHooks", "Available", "Environment", "ReadsRank"),
-    *("GathersShards", "DTensorParameter", "ReadsRankAsTensor"),
+    *("GathersShards", "DTensorParameter", "DTensorBuffer", "DifferentiableGather", "ReadsRankAsTensor"),
+    *("ReadsGroupRank", "ReadsNonMember", "ReadsLocalRank", "ReadsCoordinate", "KeepsRank", "SlicesByRank"),
+    *("IndexesByRank", "BranchesOnRank"),
 )
 IN_SHARDS = ("GroupFacts", "MeshGroup", "Placements", "FromLocal", "FunctionalSums", "ForwardHooks", "ReadsRank")
 
@@ -186,11 +191,10 @@ def test_in_a_program_of_the_whole_step(world: int) -> None:
                 assert "a collective of torch.distributed (allreduce) runs in place at rank_cases.py:" in text
             if name == "DTensorParameter":
                 assert "scale is a DTensor" in text
-            if name.startswith("Reads"):
+            if name.startswith("Branches"):
                 assert f"rank is baked in at {line_in_use(name)}" in text
-            elif name == "GathersShards":  # takes its own part of a gradient
-                assert "rank is baked in at a line that is not known" in text
             else:
+                assert "baked in" not in text
                 assert digests == everyones[0][name][1], name
 
 

@@ -86,7 +86,8 @@ def read_the_rank() -> str:
     setup = set_up(CASES["mlp"], wrap)
 
     def loss(model: Any, batch: Any) -> Any:
-        return loss_of(model, batch)[0] * (1.0 + dist.get_rank())
+        loss = loss_of(model, batch)[0]
+        return loss * 2 if dist.get_rank() else loss.abs()
 
     step = lockstep.TrainStep(setup.model, setup.optimizers, loss, mode="graph")
     for index in range(3):

@@ -19,6 +19,7 @@ import lockstep
 from lockstep.observe import moments
 from lockstep.program import captured as captured_file
 from lockstep.program.captured import WARMUP_CALLS
+from lockstep.program.guards import Surroundings
 from lockstep.program.options import Mode
 from program.fakes import FakeMachine, captured_on_a_stand_in
 from program.loops import (
@@ -384,6 +385,20 @@ def test_what_python_changes_in_a_step_is_found(model: type[nn.Module], words: s
             (reason,) = step.explain().reasons
             assert words in reason
     assert losses[0] == losses[1]
+
+
+def test_where_nothing_can_be_captured_python_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    module = Counting()
+    setup = Setup(module, lockstep.DDP(module), [torch.optim.AdamW(module.parameters(), fused=True)], [], None)
+    step, _ = captured(CASES["mlp"], setup)
+    for index in range(4):
+        step(batch_of(index))
+    assert step.explain().reasons
+    monkeypatch.setattr(Surroundings, "values", lambda self: pytest.fail("it was looked at"))
+    for index in range(4, 8):
+        step(batch_of(index))
+    assert (step.explain().num_loop_calls, module.num_calls) == (8, 8)
 
 
 def test_another_setting_means_another_program() -> None:

@@ -46,12 +46,22 @@ def helper() -> float:
     return helper.epsilon * numbers.zeta  # type: ignore[attr-defined, no-any-return]
 
 
+def bare() -> float:
+    """Has no attribute yet."""
+    return float(getattr(bare, "amount", 1.0) * globals()["by_word"])
+
+
+by_word = 1.0
+
+
 def reset_python() -> None:
     """All that is set below, as it is in the beginning."""
     global factor
     factor = Settings.gamma = slotted.delta = Net.eta = array[0] = 1.0
     tree["a"]["b"]["c"]["d"]["e"] = 1.0
     helper.epsilon = numbers.zeta = 1.0  # type: ignore[attr-defined]
+    vars(bare).clear()
+    globals()["by_word"] = 1.0
     variable.set(1.0)
 
 
@@ -86,7 +96,7 @@ class Loss:
 
     def __call__(self, model: nn.Module, x: Tensor, *, by_keyword: float = 1.0) -> Tensor:
         x = (lambda y: torch.tanh(y) * math.sqrt(by_keyword))(x) * self[0]
-        more = slotted.delta * helper() * float(array[0]) * variable.get()
+        more = slotted.delta * helper() * bare() * float(array[0]) * variable.get()
         return model(x).square().mean() * self.weight * factor * more
 
 
@@ -116,6 +126,14 @@ def set_module(scene: Scene) -> None:
 
 def set_function(scene: Scene) -> None:
     helper.epsilon = 3.0  # type: ignore[attr-defined]
+
+
+def set_new_attribute_of_function(scene: Scene) -> None:
+    bare.amount = 3.0  # type: ignore[attr-defined]
+
+
+def set_by_word(scene: Scene) -> None:
+    globals()["by_word"] = 3.0
 
 
 def set_slot(scene: Scene) -> None:
@@ -246,7 +264,18 @@ def replace_head_alone(scene: Scene) -> None:
 
 EVENTS: list[Callable[[Scene], None]] = [
     *(set_global, set_loss, set_config, set_table, set_list, assign_buffer, swap_module, replace_forward),
-    *(set_class, set_class_of_model, set_module, set_function, set_slot, set_array, set_variable, set_hidden),
+    *(
+        set_class,
+        set_class_of_model,
+        set_module,
+        set_function,
+        set_new_attribute_of_function,
+        set_by_word,
+        set_slot,
+        set_array,
+        set_variable,
+        set_hidden,
+    ),
     delete_state_of_one,
     *(set_deep, set_long, set_default, replace_method, replace_operator, replace_function_of_python),
     *(replace_function_of_torch, replace_functional, replace_functional_that_torch_calls, replace_forward_of_torch),
@@ -469,3 +498,22 @@ def test_names_that_a_library_does_not_have_are_not_looked_up() -> None:
     assert "sqrt" in names["math"]
     assert "by_keyword" not in names["torch"]
     assert all(hasattr(math, name) for name in names["math"])
+
+
+def test_a_hook_that_counts_is_for_the_loop(uncompiled: None) -> None:
+    model, calls, sizes = Net(), [], {"sum": 0}
+
+    def count(module: nn.Module, given: Any, output: Tensor) -> None:
+        calls.append(len(output))
+
+    def add(module: nn.Module, given: Any) -> None:
+        sizes["sum"] += len(given[0])
+
+    reset_python()
+    model.first.register_forward_hook(count)
+    model.last.register_forward_pre_hook(add)
+    step = lockstep.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), Loss(), mode="graph")
+    for _ in range(6):
+        step(torch.ones(3, 4))
+    assert (len(calls), sizes["sum"]) == (6, 18)
+    assert "the step changes what Python holds" in " ".join(step.explain().reasons)

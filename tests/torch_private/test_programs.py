@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from lockstep import torch_private as private
 
@@ -16,6 +17,23 @@ def test_as_if_compiling() -> None:
     with private.as_if_compiling():
         assert torch.compiler.is_compiling()
     assert not torch.compiler.is_compiling()
+
+
+def test_written_arguments() -> None:
+    one, other = torch.zeros(2), torch.ones(2)
+    assert private.written_arguments(torch.ops.aten.add_.Tensor, (one, other), {})[0] is one
+    assert private.written_arguments(torch.ops.aten.add.Tensor, (one, other), {}) == []
+    assert private.written_arguments(torch.ops.aten._foreach_add_.List, ([one], [other]), {}) == [[one]]
+    assert private.written_arguments(torch.ops.aten.add.out, (one, one), {"out": other})[0] is other
+    assert private.written_arguments(len, ([],), {}) == []
+
+
+def test_memory_of_trace() -> None:
+    with FakeTensorMode():
+        whole, other = torch.zeros(4), torch.zeros(4)
+    assert private.memory_of_trace(whole[1:]) == private.memory_of_trace(whole)
+    assert private.memory_of_trace(whole) != private.memory_of_trace(other)
+    assert private.memory_of_trace([whole]) != private.memory_of_trace(whole)
 
 
 def test_argument_of() -> None:

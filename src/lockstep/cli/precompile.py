@@ -36,7 +36,7 @@ def precompile(words: Sequence[str]) -> int:
     words = list(words)
     own, theirs = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     options = _parser().parse_args(own)
-    if not options.script.is_file():
+    if not options.module and not Path(options.script).is_file():
         print(f"lockstep precompile: there is no script {options.script}", file=sys.stderr)
         return 2
     try:
@@ -53,18 +53,21 @@ def precompile(words: Sequence[str]) -> int:
         making = precompiling.begin(options.out, options.world, options.updates)
         making.leave = lambda: _leave(making, cache)
         install()
-        status = _run(options.script, theirs, making)
+        status = _run(options.script, theirs, making, is_module=options.module)
     return _report(making) or status
 
 
-def _run(script: Path, words: list[str], making: precompiling.Precompiling) -> int:
+def _run(script: str, words: list[str], making: precompiling.Precompiling, *, is_module: bool) -> int:
     """Run the script until everything is written, or it ends; returns the exit status that it ended with."""
-    sys.argv[:] = [str(script), *words]
+    sys.argv[:] = [script, *words]
     if not sys.flags.safe_path:
-        sys.path.insert(0, str(script.resolve().parent))
+        sys.path.insert(0, os.getcwd() if is_module else str(Path(script).resolve().parent))
     status = 0
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        if is_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
     except precompiling.Enough:
         return 0
     except SystemExit as end:
@@ -101,11 +104,12 @@ def _report(making: precompiling.Precompiling) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lockstep precompile",
-        usage="lockstep precompile SCRIPT --world N --out DIR [--updates K] [-- ARGS...]",
+        usage="lockstep precompile [-m] SCRIPT --world N --out DIR [--updates K] [-- ARGS...]",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("script", type=Path, metavar="SCRIPT", help="the training script; its arguments follow --")
+    parser.add_argument("script", metavar="SCRIPT", help="the training script; its arguments follow --")
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m")
     parser.add_argument("--world", type=_count, required=True, metavar="N", help="how many ranks will train")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where artifacts go")
     parser.add_argument(

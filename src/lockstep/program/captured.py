@@ -96,8 +96,14 @@ class Captured:
     def micro(self, tree: Any, index: int, *, is_last: bool) -> Any:
         """Run micro-step ``index`` of a window, with the update if it is the last."""
         batch = Batch.of(tree)
+        self._look_at_memory()
         if index > 0:
             self._kept.take_edits()
+        if self._never and not self._programs:  # what Python holds does not matter any more
+            self._trained.has_changed(self._recipe.parameters, index)
+            if not self._recipe.parallel.is_joined:
+                self._together.all_can(False, index)
+            return self._loop(tree, index, is_last, None)
         key = self._key(batch, index, is_last)
         program = self._programs.get(key)
         restless = self._restless.look(key, batch, is_new=program is None and not self._seen[hash(key)])
@@ -127,9 +133,6 @@ class Captured:
     def _key(self, batch: Batch, index: int, is_last: bool) -> Kind:
         recipe = self._recipe
         optimizers = recipe.options.optimizers
-        memory = (memory_of(recipe.parameters, optimizers), tuple(map(id, self._kept.adding())))
-        if memory != self._memory:
-            self._forget_programs(memory)
         baked = optimizer_settings(optimizers, with_rates=self._rates_are_baked) if is_last else ()
         amp = (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
         # Middle micro-steps are alike; the first clears gradients.
@@ -137,8 +140,12 @@ class Captured:
         units = tuple([unit.settings for root in recipe.parallel.roots for unit in root.units])
         return Kind(kind, batch.key, self._surroundings.values(), baked, trains(recipe.parameters), amp, units)
 
-    def _forget_programs(self, memory: Hashable) -> None:
-        """Parameters or states lie elsewhere now: what was captured would write to where they were."""
+    def _look_at_memory(self) -> None:
+        """Where parameters or states lie elsewhere now, what was captured would write to where they were."""
+        recipe = self._recipe
+        memory = (memory_of(recipe.parameters, recipe.options.optimizers), tuple(map(id, self._kept.adding())))
+        if memory == self._memory:
+            return
         if self._programs:
             self._record.note("parameters or optimizer state were replaced; programs are captured anew")
             self._seen.clear()
@@ -214,8 +221,8 @@ class Captured:
         if not self._streams_are_ready:
             self._renew_accumulators()
         # The last one before a capture shows where the host would wait, which in a capture would be an error.
-        looks = self._seen[hash(key)] == WARMUP_CALLS and hash(key) not in self._refused
-        before = self._surroundings.values()
+        looks = not self._never and self._seen[hash(key)] == WARMUP_CALLS and hash(key) not in self._refused
+        before = self._surroundings.values() if not self._never else ()
         with self._machine.aside():
             if looks:
                 with self._machine.noting_waits() as places:
@@ -261,7 +268,7 @@ class Captured:
 
     def _refuse_unused(self, key: Hashable) -> None:
         """Ranks of a sharded model tell each other in each step which parameters any of them used; a program cannot."""
-        for root in self._recipe.parallel.roots:
+        for root in self._recipe.parallel.roots if not self._never else ():
             for step in root.steps:
                 counts = step.closing.used_counts or []
                 unused = [slot.name for slot in step.reducer.slots if not counts[slot.position]] if counts else []

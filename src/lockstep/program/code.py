@@ -27,6 +27,8 @@ def reads_of(code: types.CodeType) -> Reads:
             known[str(instruction.argval)] = None
         elif instruction.opname == "IMPORT_NAME":
             imported[str(instruction.argval)] = None
+    if "globals" in known:  # a word in such a function may be a name
+        known |= dict.fromkeys(word for word in code.co_consts if isinstance(word, str))
     names = dict.fromkeys(code.co_names)
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):

@@ -40,7 +40,8 @@ class ModuleGuard:
 
     def values(self) -> tuple[Any, ...]:
         """All of them as they are now."""
-        return tuple([exact(entries.get(name)) for entries, name, _ in self._places])
+        held = [entries.get(name) for entries, name, _ in self._places]
+        return tuple([exact(v) if isinstance(v, _PLAIN) else id(v) for v in held])  # it may be anything by now
 
     def changed(self, before: tuple[Any, ...]) -> list[str]:
         """The names of those that are not what they were."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from lockstep.program.parts import Parallel
 from lockstep.shard.mesh import whole_group
 
 _STAMP_SECONDS = 60.0
+_CAN_SOON = 2  # besides 0 and 1: it has traced a program, and makes it when it knows who else has
 _num_steps: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 
 
@@ -47,6 +48,7 @@ class Together:
         self._sharded = parallel.sharded[:1]
         self._serials = []
         self._ran_program = False  # since ranks were last asked
+        self.num_made = 0  # calls in which any rank has traced a program: all ranks count the same
         self.unable: set[int] = set()  # the ranks that could not run the last step as a program
         self.words: dict[int, str] = {}  # what each rank said in ``agree``; of nobody where there is one rank
         for wrapper in self._wrappers:  # ranks make the steps of one wrapper in the same order
@@ -82,9 +84,15 @@ class Together:
                 reasons = reasons + [f"rank {rank}: {reason}" for reason in theirs if reason not in reasons]
         return reasons
 
-    def all_can(self, can: bool, micro: int) -> bool:
-        """Whether every rank can run this step as a program; compares where ranks are, too."""
+    def all_can(self, can: bool, micro: int, make: Callable[[list[int]], bool] | None = None) -> bool:
+        """Whether every rank can run this step as a program; compares where ranks are, too.
+
+        ``make`` is given where this rank has traced one: it is told which ranks (of the group) have traced one in this
+        call, makes it, and returns whether it could.  Then ranks tell each other once more, all of them.
+        """
         self.unable = set()
+        if make is not None and not self._parallel.steps:
+            return make([0])
         for step in self._parallel.steps:
             union = step.closing.union
             control = union.control
@@ -92,11 +100,12 @@ class Together:
             mark = reducer.finiteness.mark(step.num_windows)  # of what programs saw, which nobody told yet
             if control is None:
                 self._judge(step, [mark], micro)
+                can = make([0]) if make is not None else can
                 continue
             stamp = self._stamp(step, micro)
             digest = stamp.digest() if union.check != "off" else 1
             moment = f"the comparison of ranks before step {step.num_windows}"
-            numbers = [digest, int(can), mark, *self._drift_of(step)]
+            numbers = [digest, _CAN_SOON if make is not None else int(can), mark, *self._drift_of(step)]
             everyones = control.start(numbers, reducer.transport.watch).wait(lambda m=moment: m)
             if len({numbers[0] for numbers in everyones}) > 1:
                 error = disagreement(control.board, control.moment, stamp, True, _STAMP_SECONDS)
@@ -106,9 +115,16 @@ class Together:
             if union.check != "off":
                 with step.telling_peers():
                     step.drift.judge(step, {rank: Words(*numbers[3:5]) for rank, numbers in enumerate(everyones)})
-            can = all(numbers[1] for numbers in everyones)
-            self.unable |= set(control.board.by_global({r: "" for r, told in enumerate(everyones) if not told[1]}))
             self._judge(step, [numbers[2] for numbers in everyones], micro)
+            answers = [numbers[1] for numbers in everyones]
+            if _CAN_SOON in answers:
+                self.num_made += 1
+                can = make([r for r, answer in enumerate(answers) if answer == _CAN_SOON]) if make is not None else can
+                moment = f"the programs that ranks make before step {step.num_windows}"
+                told = control.start([digest, int(can)], reducer.transport.watch).wait(lambda m=moment: m)
+                answers = [numbers[1] for numbers in told]
+            can = all(answers)
+            self.unable |= set(control.board.by_global({r: "" for r, answer in enumerate(answers) if not answer}))
         self._ran_program = False
         return can
 

@@ -21,6 +21,7 @@ from lockstep.engine.bucket import local_part
 from lockstep.graph.compare import place_of
 from lockstep.program.batch import Batch, map_tensors, tensors_in
 from lockstep.program.deliver import Delivery
+from lockstep.program.held import InPlaceOf
 from lockstep.program.places import operator_shown
 from lockstep.program.recipe import Recipe, loss_of
 from lockstep.program.shard_trace import ShardTrace
@@ -117,6 +118,16 @@ class WholeStep:
             scale=list(torch_private.scaler_tensors(options.scaler)) if options.scales else [],
         )
 
+    def named(self, inputs: Inputs) -> dict[str, Tensor]:
+        """What of the inputs is there before a step and after it, with names for people."""
+        names = [self._names[id(p)] for p in self._recipe.parameters]
+        found = dict(zip(names, inputs.parameters, strict=True)) | self._buffers
+        found |= {
+            f"{name} (of the optimizer, for {self._names[id(parameter)]})": tensor
+            for (_, parameter, name), tensor in zip(self._state, inputs.state, strict=True)
+        }
+        return found | {f"the average of {number}": tensor for number, tensor in enumerate(inputs.averages)}
+
     def examples(self, inputs: Inputs) -> Inputs:
         """The inputs to trace and compile for; see shards.py, [Note: shards that share memory]."""
         if self._trace is None:
@@ -180,7 +191,11 @@ class WholeStep:
 
     def _run(self, given: Inputs, named: dict[str, Tensor], backward: Callable[[Any], tuple[Any, Any]]) -> Any:
         """Run forward and backward with these tensors in the place of the model's."""
-        return torch.func.functional_call(_Holder(self._recipe), named, (self._batch.rebuilt(given.batch), backward))
+        own = dict(self._recipe.options.model.named_parameters(remove_duplicate=False)) | self._buffers
+        pairs = [(own[name.removeprefix("model.")], tensor) for name, tensor in named.items()]
+        batch = self._batch.rebuilt(given.batch)
+        with InPlaceOf(pairs):
+            return torch.func.functional_call(_Holder(self._recipe), named, (batch, backward))
 
     def _share(self, result: Any, given: Inputs) -> Tensor:
         """What the backward of a micro-step begins with."""

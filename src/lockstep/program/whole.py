@@ -3,54 +3,35 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep import torch_private
-from lockstep.graph import tuning
-from lockstep.graph.compare import IN_BACKWARD, SOMEWHERE, compare, describe_program, differing_places, digest_of
-from lockstep.graph.turns import take_turn
+from lockstep.graph.compare import IN_BACKWARD
 from lockstep.program.batch import Batch, Unwritten, map_tensors
 from lockstep.program.changing import NotTaken
-from lockstep.program.deliver import Delivery, launch_early
+from lockstep.program.deliver import Delivery
 from lockstep.program.guards import Surroundings, TrainedInWindow, memory_of, optimizer_settings, trains
-from lockstep.program.optimizers import keeps_python_state, move_step_counts
+from lockstep.program.making import Draft, GraphProgram, Maker
+from lockstep.program.optimizers import keeps_python_state
 from lockstep.program.places import why_not_traced
-from lockstep.program.products import multiply_in_place
-from lockstep.program.randomness import Draws, HostRandomness
 from lockstep.program.reasons import JOINED
 from lockstep.program.recipe import Recipe
 from lockstep.program.record import Record
 from lockstep.program.restless import Kind, Restless
-from lockstep.program.shards import Shards, keep_order
+from lockstep.program.shards import Shards
 from lockstep.program.sizes import BucketSizes
 from lockstep.program.together import Together
-from lockstep.program.traced import StateIsMissing, WholeStep, why_no_program
+from lockstep.program.traced import StateIsMissing
 from lockstep.program.untraceable import Untraceable
 from lockstep.program.windows import note_replay
 
 _MAX_KINDS = 1000  # of batches that are remembered
 WARMUP_CALLS = 1  # of each kind of batch: the state of optimizers is made by a real step
-
-
-@dataclass
-class GraphProgram:
-    """One compiled micro-step."""
-
-    whole: WholeStep
-    run: Callable[..., Any]
-    digest: str
-    graph: Any
-    shown: str
-    differing_places: Callable[[], list[str]]  # where other ranks have other numbers in it
-    world: list[Any]  # what it was made for, kept alive
-    num_runs: int = 0
 
 
 class Whole:
@@ -72,6 +53,7 @@ class Whole:
         sharded = recipe.parallel.sharded
         self._shards = Shards(sharded[0]) if sharded else None
         self._delivery: Delivery | Shards | None = Delivery(wrappers[0].step) if wrappers else self._shards
+        self._maker = Maker(recipe, together, self._surroundings, self._delivery)
         # Gradients added up so far, by ``id`` of their parameter; and which have any in this window.
         self._sum_of: dict[int, Tensor] = {}
         self._has_sum: set[int] = set()
@@ -130,21 +112,36 @@ class Whole:
         batch = Batch.of(tree)
         key = self._key(batch, index, is_last)
         found = self._programs.get(key)
+        if found is not None and not found.has_same_extra:
+            del self._programs[key]
+            found = None
         restless = self._restless.look(key, batch, is_new=found is None and not self._seen[hash(key)])
         if restless and not self._never:
             self._record.fall_back(restless)
         is_other = self._trained.has_changed(recipe.parameters, index) or is_kept
         is_other = self._surroundings.forbid(self._record) or is_other
         program = None if is_other else found
+        draft: Draft | None = None
         if program is None and not is_other and self._may_trace(key, batch):
             try:
-                program = self._programs[key] = self._make(batch, index, is_last)
+                draft = self._maker.trace(batch, self._sums(), index, is_last)
             except StateIsMissing:
                 pass  # the loop makes it, when a scaler lets it
             except Exception as error:
                 self._refuse(key, f"it cannot be one program: {_why(error)}")
+
+        def make(tracing: list[int]) -> bool:
+            assert draft is not None
+            try:
+                self._programs[key] = self._maker.make(draft, tracing)
+            except Exception as error:
+                return self._refuse(key, f"it cannot be one program: {_why(error)}")
+            return True
+
         # All or none: a program rounds an update in other places than the loop, and ranks would drift apart by that.
-        if not self._together.all_can(program is not None, index) or program is None:
+        can = self._together.all_can(program is not None, index, make if draft is not None else None)
+        program = self._programs.get(key) if draft is not None else program
+        if not can or program is None:
             self._record.unable |= self._together.unable if program is not None else set()
             unwritten = Unwritten(batch)
             result = self._loop(tree, index, is_last, key)
@@ -304,52 +301,6 @@ class Whole:
             torch_private.foreach_zero(empty)
         self._has_sum = set(map(id, trained))
 
-    # ---------------------------------------------------------------- making a program
-
-    def _make(self, batch: Batch, index: int, is_last: bool) -> GraphProgram:
-        recipe = self._recipe
-        move_step_counts(recipe.options.optimizers)
-        if self._delivery is not None:
-            self._delivery.enter()
-        whole = WholeStep(recipe, batch, self._delivery, index, is_last)
-        inputs = whole.examples(whole.inputs(batch.tensors, recipe.numbers.tensors(), self._sums()))
-        randomness, before = HostRandomness(elsewhere=True), self._surroundings.values()
-        draws = Draws(recipe.parallel.device)
-        try:
-            with torch_private.noting_seeds() as seeded:
-                graph = torch_private.trace_program(whole.function(inputs), inputs.flat(), draws.before)
-            not_so_random = draws.why_not(randomness.drawn(), seeded)
-        finally:
-            randomness.restore()
-        if why := why_no_program(graph) or not_so_random:
-            raise Untraceable(why)
-        changed = self._surroundings.changed(before)
-        if changed:
-            raise Untraceable(changed)
-        launch_early(graph)
-        if isinstance(self._delivery, Delivery):
-            multiply_in_place(graph, self._delivery)
-        if self._shards is not None:
-            keep_order(graph)
-        differing = self._compare(graph, batch, index, is_last)
-        tuning.start()
-        # Ranks of a host take turns: the first one compiles, the others find its work in the cache.
-        around = take_turn if any(step.reducer.world > 1 for step in recipe.parallel.steps) else None
-        run = torch_private.compile_program(graph, inputs.flat(), around)
-        return GraphProgram(whole, run, digest_of(graph), graph, batch.shown(), differing, self._surroundings.objects())
-
-    def _compare(self, graph: Any, batch: Batch, index: int, is_last: bool) -> Callable[[], list[str]]:
-        """Say so if another rank makes another program in the place of this one; returns where they differ."""
-        boards = [wrapper._peers.board for wrapper in self._recipe.parallel.wrappers]
-        boards += [self._shards.team.board] if self._shards is not None else []
-        for board in boards:
-            if board is not None:
-                facts = describe_program(graph, batch.shown())
-                kind = "update" if is_last else "first micro-step" if index == 0 else "micro-step"
-                key = compare(board, f"the {kind} of a train step", facts)
-                return partial(differing_places, board, key, facts, SOMEWHERE)
-        return list
-
     # ---------------------------------------------------------------- running it
 
     def _run(self, program: GraphProgram, batch: Batch, index: int, is_last: bool) -> Any:
@@ -369,7 +320,7 @@ class Whole:
         with torch.no_grad(), ExitStack() as telling:  # peers wait for what this rank may not come to
             for step in recipe.parallel.steps:
                 telling.enter_context(step.telling_peers())
-            outputs = list(program.run(*inputs.flat()))
+            outputs = list(program.run(*inputs.flat(), *program.extra))
         if self._shards is not None:
             self._shards.end()
         for wrapper in wrappers:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lockstep.program.batch import exact
 from lockstep.program.code import modules_of, reads_of
+from lockstep.program.held import memory
 from lockstep.program.libraries import NOT_LOOKED_INTO, depth_left, is_library, root_of
 from lockstep.program.moving import place_look
 from lockstep.shard import ShardedModule
@@ -32,10 +33,8 @@ _MOST_LOOKS = 20_000  # besides the model's own modules; what lies further away 
 _MOST_WALKED = 256  # entries of a container; of a longer tuple or dict they are compared, and not walked into
 _MOST_ENTRIES = 4096  # a still longer one, and any longer list (a history of losses), is data: compared by identity
 _MOST_COMPARED = 50_000  # entries of all containers, besides what the model's own modules hold
-_STRUCTURE = (
-    *("_parameters", "_buffers", "_modules"),
-    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
-)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_STRUCTURE = ("_parameters", "_buffers", "_modules", *_HOOKS)
 # What every module has; the rest of its attributes are the program's, also those with a name like _this.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _MOST_BYTES = 4096  # of an array: a larger one is data
@@ -94,9 +93,9 @@ class World:
     def versions(self) -> dict[int, tuple[int, str]]:
         """How often each tensor that is neither a parameter nor a buffer was written to, and who holds it."""
         model = self._roots[0]
-        known = {id(t) for t in (*model.parameters(), *model.buffers())}
+        known = {memory(t) for t in (*model.parameters(), *model.buffers())}  # a part of one counts with it
         alive = [(t, label) for reference, label in self._tensors if (t := reference()) is not None]
-        return {id(t): (t._version, label) for t, label in alive if id(t) not in known and not t.is_inference()}
+        return {id(t): (t._version, label) for t, label in alive if not t.is_inference() and memory(t) not in known}
 
     def objects(self) -> list[Any]:
         """What is compared by identity: whoever keeps ``values`` keeps these, or another object may get the number."""
@@ -180,7 +179,8 @@ def _containers(value: Any) -> Iterator[tuple[_Look, list[Any]]]:
         if issubclass(value, nn.Module) and is_library(value.__module__):
             yield partial(_functions_of, value), []
     elif isinstance(value, nn.Module):
-        yield partial(_structure_of, vars(value)), [*value._modules.values(), *value._buffers.values()]
+        hooks = [hook for name in _HOOKS for hook in vars(value)[name].values()]
+        yield partial(_structure_of, vars(value)), [*value._modules.values(), *value._buffers.values(), *hooks]
         is_ours = type(value).__module__.startswith("lockstep") and not isinstance(value, ShardedModule)
         if not (is_ours or "_orig_mod" in value._modules):
             look = partial(_of_the_program, vars(value))
@@ -189,8 +189,6 @@ def _containers(value: Any) -> Iterator[tuple[_Look, list[Any]]]:
     elif isinstance(value, types.FunctionType):
         look = partial(_seen_by, value, reads_of(value.__code__).globals, value.__closure__ or ())
         yield look, look()
-        if vars(value):
-            yield partial(_items, vars(value)), list(vars(value).values())
     elif isinstance(value, types.MethodType):
         yield list, [value.__self__, value.__func__]
     elif isinstance(value, types.BuiltinMethodType) or type(value).__name__ == "cython_function_or_method":
@@ -304,5 +302,10 @@ def _seen_by(function: types.FunctionType, names: tuple[str, ...], cells: Any) -
             found.append(cell.cell_contents)
         except ValueError:
             found.append(None)  # not filled yet
-    by_keyword = (function.__kwdefaults__ or {}).values()
-    return [*found, *(function.__defaults__ or ()), *by_keyword, function.__code__]
+    found += function.__defaults__ or ()
+    if function.__kwdefaults__:
+        found += function.__kwdefaults__.values()
+    if function.__dict__:  # it may come to have attributes later
+        found += _items(function.__dict__)
+    found.append(function.__code__)
+    return found

@@ -176,10 +176,12 @@ _NAMES_BY_PART = {
         "as_if_compiling",
         "compile_program",
         "kind_of_trace_error",
+        "memory_of_trace",
         "optimizer_has_hooks",
         "scaler_tensors",
         "trace_program",
         "tracing_compiled_modules",
+        "written_arguments",
     ),
     "shards": (
         "dtensor_around",

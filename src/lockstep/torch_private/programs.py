@@ -36,6 +36,21 @@ def argument_of(operator: Any, name: str, args: Sequence[Any], kwargs: Mapping[s
     return None
 
 
+def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What an operator is given and writes to; nothing for what is no operator."""
+    arguments = getattr(getattr(operator, "_schema", None), "arguments", ())
+    named = {argument.name: args[place] for place, argument in enumerate(arguments[: len(args)])} | dict(kwargs)
+    written = [argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write]
+    return [named[name] for name in written if name in named]
+
+
+def memory_of_trace(value: Any) -> int:
+    """Stands for the memory of a tensor without values: the same number for views of it.  It has no address."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return -id(value)
+    return value.untyped_storage()._cdata
+
+
 def trace_program(
     function: Callable[..., Any], inputs: Sequence[torch.Tensor], before_each: Callable[..., Any] | None = None
 ) -> Any:
