@@ -32,6 +32,7 @@ __all__ = [
     "is_pretended",
     "living_groups",
     "new_group_of",
+    "num_operations",
     "rank_not_in_group",
     "registered_groups",
     "watch_collectives",
@@ -112,6 +113,14 @@ def group_timeout(process_group: Any) -> Any:
         except (RuntimeError, AttributeError):
             continue
     return timedelta(minutes=30)
+
+
+def num_operations(process_group: Any) -> int | None:
+    """How many operations this rank has started on a group; torch counts them for its messages, not in each backend."""
+    try:
+        return int(process_group._get_sequence_number_for_group())
+    except (RuntimeError, AttributeError):
+        return None
 
 
 def host_group(store: Any, prefix: str, rank: int, world: int, timeout: Any) -> Any:
