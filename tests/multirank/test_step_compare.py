@@ -352,6 +352,69 @@ def test_a_collective_at_another_place(mode: str, is_async: bool) -> None:
         assert stop.digests == stops[0].digests
 
 
+class SumInBackward(torch.autograd.Function):
+    """Adds its gradient up over all ranks, as norms over all ranks do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class EqualWithSums(Equal):
+    """As above, and sums of the same size in the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(SumInBackward.apply(x)))
+        return x
+
+
+def equal_with_sums() -> list[nn.Module]:
+    return [EqualWithSums()]
+
+
+def sum_in_backward(mode: str, odd_rank: int) -> Stop:
+    """From step 2 on, one rank has a hook on a parameter, which a compiled backward leaves to the hooks."""
+    import lockstep
+
+    side = Side(Mix(lambda side, t: None, equal_with_sums), dist.get_rank(), mode)
+    stop, step, digests = Stop("", "", -1, []), 0, []
+    try:
+        for step in range(4):
+            if step == ODD and side.rank == odd_rank:
+                for layer in side.modules[0].layers:
+                    layer.weight.register_hook(lambda gradient: None)
+            side.optimizers[0].zero_grad()
+            x = side.draw(step, shape=(16, 16)).requires_grad_()
+            loss_of(side.models[0](x), step).backward()
+            side.optimizers[0].step()
+            digests.append(side.digest())
+    except lockstep.errors.LockstepError as error:
+        stop = Stop(type(error).__name__, str(error), step, digests)
+    return stop if stop.type_name else Stop("", "", -1, digests)
+
+
+@pytest.mark.parametrize(("mode", "odd_rank"), [(EAGER, 1), (WRAP_THEN_COMPILE, -1), (WRAP_THEN_COMPILE, 1)])
+def test_collectives_in_the_backward(mode: str, odd_rank: int) -> None:
+    """They are paired up with buckets where ranks compute in different ways; nothing is updated with that."""
+    stops = run_ranks(2, sum_in_backward, mode, odd_rank, preload=PRELOAD, limit_s=300)
+    for stop in stops:
+        assert stop.digests == stops[0].digests
+        if mode == EAGER or odd_rank < 0:
+            assert (stop.type_name, len(stop.digests)) == ("", 4), stop.text
+        else:
+            assert (stop.type_name, stop.step) == ("Disagreement", ODD), stop.text
+            assert_has_table(stop.text, 2)
+            assert "before bucket" in stop.text
+            assert "dist.new_group()" in stop.text
+
+
 @pytest.mark.parametrize("mode", [EAGER, WRAP_THEN_COMPILE])
 def test_collectives_at_the_same_place(mode: str) -> None:
     first, second = run_ranks(2, reduce_its_own, mode, False, True, preload=PRELOAD, limit_s=300)

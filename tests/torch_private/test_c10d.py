@@ -41,6 +41,14 @@ def test_has_host_groups() -> None:
     assert private.has_host_groups()
 
 
+def test_num_operations() -> None:
+    before = private.num_operations(dist.group.WORLD)
+    dist.all_reduce(torch.ones(2))
+    assert before is not None
+    assert private.num_operations(dist.group.WORLD) == before + 1
+    assert private.num_operations(object()) is None
+
+
 def test_group_timeout() -> None:
     assert private.group_timeout(dist.group.WORLD) == timedelta(seconds=300)  # as in conftest.py
 

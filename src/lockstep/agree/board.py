@@ -63,6 +63,11 @@ class Board:
         """The same on all ranks, and no other board's."""
         return self._prefix
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether this is the process of a rank, not one that it forked (for a data loader), which posts nothing."""
+        return self.pulse is None or self.pulse.line.is_ours
+
     def by_global(self, values: Mapping[int, T]) -> dict[int, T]:
         """Values of ranks of the group, by the global numbers that messages and errors use."""
         return {self.members[rank]: value for rank, value in values.items()}

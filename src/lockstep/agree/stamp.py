@@ -36,6 +36,7 @@ class Stamp(NamedTuple):
     resets: int
     passes: int = 0  # of a train step since the last update; a loop by hand may run as many as it likes
     gathers: str = ""  # of a sharded model
+    between: str = ""  # what others start on the group between the buckets
 
     def digest(self) -> int:
         """A positive number that stands for all of it."""
@@ -47,6 +48,8 @@ class Stamp(NamedTuple):
                 _lasting.pop(next(iter(_lasting)))
         if self.gathers:
             known += _number_for(self.gathers)
+        if self.between:
+            known += _number_for(f"between {self.between}")
         known += _WINDOW * self.window + _UPDATES * self.updates + _RESETS * self.resets + _PASSES * self.passes
         return 1 + (known & _MASK)
 
@@ -92,6 +95,12 @@ _WORDS = {
         "gathers of sharded units so far",
         "a forward or an evaluation more on some ranks, or units in another order: shards of different units were "
         "paired up, so weights and gradients of this step are not valid",
+    ),
+    "between": (
+        "collectives of the program between the buckets",
+        "a collective of your own runs in the backward (a norm over all ranks, a gather), and only some ranks compile "
+        "or have hooks on parameters, so buckets leave at another moment there and were paired up with it: give your "
+        "collectives a process group of their own, by dist.new_group()",
     ),
 }
 

@@ -114,7 +114,7 @@ class Compilation:
             self._all_compile = True
             self._link = LinkModel.free() if self.sizes_are_open else None
             return
-        if self._peers.board is None:
+        if self._peers.board is None or not self._peers.board.is_ours:
             return
         known = _chosen_plans.get(self._plan_key)
         mine = compiler_is_watching or (

@@ -48,6 +48,7 @@ class Slot:
         "ready",
         "shape",
         "stages_early",
+        "stays_put",
         "stride",
     )
 
@@ -73,6 +74,7 @@ class Slot:
         # Its gradient was taken out of .grad into the flat buffer: what .grad holds from then on came afterwards.
         self.is_taken = False
         self.held: Tensor | None = None  # the tensor that was in .grad, to be put back with the result
+        self.stays_put = False  # others look at the memory of that tensor: the result is copied into it
         self.accumulator: Any = None  # autograd's node that adds into .grad, once asked for
         self.accumulator_kind: Any = None  # for what the parameter was then
         self.hook_id = 0
@@ -197,6 +199,7 @@ class LiveBucket:
             for slot in self.slots:
                 slot.is_taken = False
                 slot.held = None
+                slot.stays_put = False
 
     @property
     def index(self) -> int:

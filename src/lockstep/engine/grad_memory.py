@@ -7,7 +7,9 @@
       the buffer is kept and used again once it is free.
   ``PERSISTENT`` (True)  .grad points into a buffer that is kept, so addresses never change.
   ``OWN`` (False)  .grad keeps its own memory and the result is copied into it.
-In all three the tensor object in .grad survives: only what it points at changes.
+In all three the tensor object in .grad survives: only what it points at changes.  And as in autograd itself, a .grad
+that was there before the backward keeps its memory where somebody else looks at that (a flat tensor of the program's
+own that all gradients are views of, an array of numpy's): the result is copied into it.
 
 [Note: taken]  A gradient that has gone into the flat buffer is taken out of ``.grad``, which is None until the result
 is handed out.  So nobody reads or writes memory that travels; and whatever autograd adds after that lies in a ``.grad``
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lockstep import torch_private
-from lockstep.engine.bucket import LiveBucket, Slot, flatten_gradient, have_no_gradient, local_tensor
+from lockstep.engine.bucket import LiveBucket, Slot, are_all_none, flatten_gradient, have_no_gradient, local_tensor
 from lockstep.engine.grad_results import GradResults
 from lockstep.engine.grads import move_out_of
 from lockstep.engine.memory import GradOwnership
@@ -71,6 +73,8 @@ class GradMemory(GradResults):
         num_bytes = slot.num_elements * gradient.element_size()
         if gradient.dtype is not self.travel_dtype(bucket) or gradient.untyped_storage().nbytes() > num_bytes:
             return  # the second: it lies in a flat buffer already, since it was zeroed in place
+        if gradient._version and torch_private.memory_owners(gradient) > 1:
+            return  # see _note_onlookers
         with torch.no_grad():
             if bucket.flat is None:
                 bucket.flat = self._buffer_for(bucket, gradient.dtype).view(-1)
@@ -135,6 +139,7 @@ class GradMemory(GradResults):
             bucket.flat = self._buffer_for(bucket, dtype).view(-1)
         flat = bucket.flat
         if accumulated is not None:
+            self._note_onlookers(bucket, slots, accumulated)
             move_out_of(flat, accumulated)
         if len(slots) == len(bucket.slots):
             views = bucket.views(flat)
@@ -290,6 +295,10 @@ class GradMemory(GradResults):
         Where the result will lie in the buffer, the memory they lay in is free at once.
         """
         moves = self.aliases and not (bucket.in_place or flat.is_sparse)
+        if moves:
+            # Autograd adds in place to what was there before, which the version shows.
+            were_there = [g if g is None or g._version else None for g in bucket.gradients]
+            self._note_onlookers(bucket, bucket.slots, were_there)
         views = bucket.views(flat) if moves else [flat] * len(bucket.slots)
         dtype = flat.dtype
         for slot, gradient, view in zip(bucket.slots, bucket.gradients, views, strict=True):
@@ -298,6 +307,7 @@ class GradMemory(GradResults):
             if (
                 moves
                 and slot.dirty
+                and not slot.stays_put
                 and gradient.dtype is dtype
                 and not (gradient.requires_grad or gradient.is_sparse or slot.is_dtensor)
             ):
@@ -306,6 +316,21 @@ class GradMemory(GradResults):
             slot.parameter.grad = None
         bucket.has_taken = True
         bucket.gradients = []
+
+    def _note_onlookers(self, bucket: LiveBucket, slots: Sequence[Slot], gradients: Sequence[Tensor | None]) -> None:
+        """Mark those of these gradients, all there before the backward, in whose memory tensors of others lie."""
+        if self.ownership is not GradOwnership.ALIAS or are_all_none(gradients):
+            return
+        together: dict[int, list[tuple[Slot, Tensor]]] = {}
+        for slot, gradient in zip(slots, gradients, strict=True):
+            if gradient is not None and not (gradient.is_sparse or slot.is_dtensor):
+                together.setdefault(gradient.untyped_storage().data_ptr(), []).append((slot, gradient))
+        for home, members in together.items():
+            kept = (bucket.spare, bucket.persistent)
+            ours = len(members) + sum(b is not None and b.untyped_storage().data_ptr() == home for b in kept)
+            if torch_private.memory_owners(members[0][1]) > ours:
+                for slot, _ in members:
+                    slot.stays_put = True
 
     # ---------------------------------------------------------------- the buffer
 

@@ -145,7 +145,7 @@ class GradResults:
 
     def _can_alias(self, slot: Slot, gradient: Tensor, flat: Tensor) -> bool:
         # A gradient that is itself part of a graph (create_graph=True) must stay the tensor that graph made.
-        if not self.aliases:
+        if not self.aliases or slot.stays_put:
             return False
         return not (gradient.requires_grad or slot.is_dtensor or gradient.is_sparse) and gradient.dtype == flat.dtype
 

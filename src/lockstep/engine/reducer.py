@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lockstep import errors, torch_private
 from lockstep.agree.beat import Place
+from lockstep.engine.between import Between
 from lockstep.engine.bucket import LiveBucket, Slot, are_all_none, are_all_taken
 from lockstep.engine.exchange import CommHook, Exchange, HookExchange, MeanExchange
 from lockstep.engine.memory import Memory
@@ -43,6 +44,7 @@ class Reducer:
         self.mean = MeanExchange(transport)
         self.exchange: Exchange = self.mean
         self.num_buckets_reduced = 0
+        self.between = Between()
         self.finiteness = Finiteness()
         self.use_plan(plan, slots)
 
@@ -129,7 +131,10 @@ class Reducer:
             packed = now()
             if listeners:
                 self._tell(StepMoment.PACKED, bucket)
+            self.between.note_start(self.transport, f"bucket {bucket.index}")
             bucket.flight = self.exchange.start(bucket, bucket.flat, is_last=bucket is self.buckets[-1])
+            if self.exchange is self.mean:  # a hook may start more when it likes
+                self.between.note_started(self.transport)
             if self.timeline.precise and hasattr(bucket.flight, "note_landing"):
                 bucket.flight.note_landing()
         bucket.has_left = True

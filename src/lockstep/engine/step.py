@@ -201,6 +201,7 @@ class SyncStep:
         self._forget_window()
         self.ready_order = []
         self.reducer.num_buckets_reduced = 0
+        self.reducer.between.open()
         self.reducer.finiteness.open()
         for bucket in self.reducer.buckets:
             bucket.open(is_full=self.kind is Kind.FULL)

@@ -105,7 +105,7 @@ class OverlapCompiler:
 
     def _compare(self, gm: fx.GraphModule, inputs: Sequence[Any], slots: dict[int, Slot], record: GraphRecord) -> None:
         """Say so if another rank compiles another graph in the place of this one."""
-        if self._board is None:
+        if self._board is None or not self._board.is_ours:
             return
         names = {index: slot.name for index, slot in slots.items()}
         backend, options = inductor_behind(self._backend) or (self._backend, {})

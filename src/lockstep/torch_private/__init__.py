@@ -92,6 +92,7 @@ _NAMES_BY_PART = {
         "is_pretended",
         "living_groups",
         "new_group_of",
+        "num_operations",
         "rank_not_in_group",
         "registered_groups",
         "watch_collectives",

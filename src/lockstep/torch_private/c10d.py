@@ -97,6 +97,14 @@ def group_timeout(process_group: Any) -> Any:
     return timedelta(minutes=30)
 
 
+def num_operations(process_group: Any) -> int | None:
+    """How many operations this rank has started on a group; torch counts them for its messages, not in each backend."""
+    try:
+        return int(process_group._get_sequence_number_for_group())
+    except (RuntimeError, AttributeError):
+        return None
+
+
 def host_group(store: Any, prefix: str, rank: int, world: int, timeout: Any) -> Any:
     """A gloo group that is known to nobody else; ``new_group`` would register it, and needs all ranks of the world."""
     group = dist.ProcessGroupGloo(dist.PrefixStore(prefix, store), rank, world, timeout)  # type: ignore[attr-defined]
