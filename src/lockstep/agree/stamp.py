@@ -36,6 +36,7 @@ class Stamp(NamedTuple):
     resets: int
     passes: int = 0  # of a train step since the last update; a loop by hand may run as many as it likes
     gathers: str = ""  # of a sharded model
+    kept: str = ""
 
     def digest(self) -> int:
         """A positive number that stands for all of it."""
@@ -47,6 +48,8 @@ class Stamp(NamedTuple):
                 _lasting.pop(next(iter(_lasting)))
         if self.gathers:
             known += _number_for(self.gathers)
+        if self.kept:
+            known += _number_for(self.kept)
         known += _WINDOW * self.window + _UPDATES * self.updates + _RESETS * self.resets + _PASSES * self.passes
         return 1 + (known & _MASK)
 
@@ -92,6 +95,10 @@ _WORDS = {
         "gathers of sharded units so far",
         "a forward or an evaluation more on some ranks, or units in another order: shards of different units were "
         "paired up, so weights and gradients of this step are not valid",
+    ),
+    "kept": (
+        "gradients from before, which those of this window would be added to",
+        "zero_grad() was called on some ranks only, or with another set_to_none",
     ),
 }
 
@@ -160,4 +167,4 @@ def _shown(value: object) -> str:
     if isinstance(value, (list, tuple)):
         names = [str(v) for v in value]
         return ", ".join(names[:8]) + (f", ... ({len(names)})" if len(names) > 8 else "") if names else "none"
-    return str(value)
+    return str(value) or "none"

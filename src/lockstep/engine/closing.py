@@ -155,6 +155,7 @@ class Closing:
             step.num_resets,
             step.num_passes_told,
             step.gathers(),
+            step.kept(),
         )
 
     # ---------------------------------------------------------------- who used what

@@ -94,7 +94,9 @@ class SyncStep:
         self.before_hand_out: Callable[[], None] | None = None
         self.after_pass: Callable[[], None] | None = None
         self.on_error: Callable[[Exception], None] | None = None
-        self.gathers: Callable[[], str] = str  # what a sharded model has gathered so far, for ranks to compare
+        # Of a sharded model, for ranks to compare: what it has gathered so far, and which gradients are added to.
+        self.gathers: Callable[[], str] = str
+        self.kept: Callable[[], str] = str
         self.unused_changed = False
         self.ready_order: list[Slot] = []
         self._last_unused: frozenset[str] | None = None

@@ -71,7 +71,8 @@ class Team:
             wants_sync=lambda: (team := me()) is not None and any(unit.syncs for unit in team.units),
             finds_unused=True,
         )
-        self.step.drift.weights = None  # each rank has others
+        self.step.drift.hold_shards()
+        self.step.kept = self.memory.kept
         self.step.after_pass = self._after_pass_of(me)
         if mesh.num_replicas == 1:  # each replica gathers for itself
             self.step.gathers = self.gather_log.said
