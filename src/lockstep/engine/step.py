@@ -216,6 +216,8 @@ class SyncStep:
         if self.closing.compares:
             self.drift.open(self)
         if self.kind is Kind.FULL:
+            if self.finds_unused:  # so that the end of the outermost pass is told, see [Note: end of a pass]
+                self.intake.hold_what_may_get_more()
             self._mark_known_unused()
 
     def _mark_known_unused(self) -> None:
@@ -329,7 +331,8 @@ class SyncStep:
         with self.telling_peers():
             if not is_inner:
                 self.intake.settle_deliveries()
-            self.intake.release_held()
+            if not (is_inner and self.finds_unused):
+                self.intake.release_held()
             self._settle_missing(is_inner=is_inner)
             self.send_complete()
 
