@@ -65,3 +65,12 @@ def test_values_that_nobody_replaces_stand_for_settings_unless_they_can_change()
     assert not all(map(is_, before, values_of(group)))
     assert not any(map(can_change, before))
     assert all(map(can_change, [torch.tensor(0.1), (0.9, torch.tensor(0.99)), [0.9, 0.99]]))
+
+
+def test_ranks_update_all_shards_as_often() -> None:
+    once, twice = word_of({SLOW: BOTH}), word_of({SLOW: 2 * BOTH})
+    assert words_differ([once, twice], of_shards=True)
+    assert words_differ([once, word_of({SLOW: FIRST})], of_shards=True)
+    assert not words_differ([once, 0, once], of_shards=True)  # one that has not updated yet; updates are counted apart
+    assert settings_shown({SLOW: 2 * FIRST + SECOND}, ["a", "b"]) == ["lr=0.1 (of b)", "lr=0.1, 2 times (of a)"]
+    assert settings_shown({SLOW: 3 * BOTH}, ["a", "b"]) == ["lr=0.1, 3 times"]

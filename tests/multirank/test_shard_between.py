@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import lockstep
+from lockstep import torch_private
 from multirank.compare import assert_close
 from multirank.harness import lockstep_only, run_ranks
 from multirank.models import CASES, MLP, shard
@@ -485,3 +486,29 @@ def fail_and_go_on(frees: bool) -> None:
 @pytest.mark.parametrize("frees", [True, False])
 def test_failing_and_freezing_while_units_are_whole(frees: bool) -> None:
     run_ranks(2, fail_and_go_on, frees)
+
+
+# ---------------------------------------------------------------- what is left behind
+
+
+def leave_nothing() -> None:
+    """Frozen and unfrozen in every step, and forwards with gradients whose backward ends in no ``.grad``."""
+    store = torch_private.default_store()
+    sides = Sides(seeded(MLP), "eager")
+    keys = []
+    for step in range(24):
+        sides.module.layers.requires_grad_(step % 2 == 0)
+        sides.module.layers[0].requires_grad_(True)
+        sides.backward(step, both=False)
+        sides.module.zero_grad()
+        inputs = batch(sides.rank, step).requires_grad_()
+        torch.autograd.grad(sides.called(inputs).sum(), inputs)
+        sides.called(batch(sides.rank, step))  # no backward at all
+        dist.barrier()
+        keys.append(store.num_keys())
+        dist.barrier()
+    assert keys[-1] <= keys[8] + 4, keys  # some are those of signs of life
+
+
+def test_steps_leave_nothing_at_the_store() -> None:
+    run_ranks(2, leave_nothing)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch._dynamo
 import torch._dynamo.compiled_autograd
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
@@ -17,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from lockstep import errors, fully_shard
 from multirank.compare import assert_close
 from multirank.harness import expect_errors, lockstep_only, run_ranks
-from multirank.models import CASES, MLP, shard
+from multirank.models import CASES, GPT, MLP, SEQUENCE, shard
 from multirank.shard_training import gradients, shard_by_blocks, whole, whole_gradients, whole_parameters
 
 pytestmark = lockstep_only
@@ -325,3 +328,53 @@ def test_a_parameter_that_is_read_while_it_is_sharded(how: str) -> None:
         assert "layers.1.weight" in said
         assert "unshard()" in said
         assert how == "eager" or "layers.0.weight" not in said
+
+
+# ---------------------------------------------------------------- whole tensors are loaded
+
+
+def load_whole() -> None:
+    """By torch's functions and directly, into a model that is gathered, is not, or is on no device yet."""
+    torch.manual_seed(5)
+    source = GPT(num_blocks=1)
+    inputs = torch.arange(SEQUENCE)[None]
+    moments: dict[str, Callable[[nn.Module], Any]] = {
+        "at first": lambda module: None,
+        "after a forward": lambda module: module(inputs),
+        "gathered by hand": lambda module: [module.unshard(), module.blocks[0].unshard()],
+    }
+    by_torch = partial(StateDictOptions, full_state_dict=True)
+    ways: dict[str, StateDictOptions | None] = {
+        "all have it": by_torch(),
+        "the first has it": by_torch(broadcast_from_rank0=True),
+        "load_state_dict": None,
+    }
+    for moment, prepare in moments.items():
+        for way, options in ways.items():
+            torch.manual_seed(dist.get_rank())
+            module = GPT(num_blocks=1)
+            for part in (module.blocks[0], module):
+                fully_shard(part, reshard_after_forward=False)
+            prepare(module)
+            if options is None:
+                state = source.state_dict()
+                before = dict(state)
+                module.load_state_dict(state)
+                assert all(state[name] is before[name] for name in before)
+            else:
+                has_it = dist.get_rank() == 0 or not options.broadcast_from_rank0
+                set_model_state_dict(module, source.state_dict() if has_it else {}, options=options)
+            assert_close(whole_parameters(module), dict(source.named_parameters()), f"{moment}, {way}")
+            torch.testing.assert_close(module(inputs), source(inputs), msg=f"{moment}, {way}")
+    with torch.device("meta"):
+        module = GPT(num_blocks=1)
+    shard_by_blocks(module)
+    module.load_state_dict({name: value.double() for name, value in source.state_dict().items()}, assign=True)
+    assert all(isinstance(p, DTensor) and p.dtype is torch.float64 for p in module.parameters())
+    assert_close(whole_parameters(module), dict(source.double().named_parameters()), "assigned")
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        module.load_state_dict({**source.state_dict(), "head.weight": torch.zeros(2, 2)})
+
+
+def test_whole_tensors_are_loaded() -> None:
+    run_ranks(3, load_whole)

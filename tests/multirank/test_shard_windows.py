@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep import fully_shard
@@ -328,6 +329,46 @@ def repeat_until_errors_cancel(pair: Pair) -> None:
 )
 def test_communication_hooks(kind: str, how: str) -> None:
     run_ranks(2, train_with_hook, kind, how)
+
+
+class TwiceCheckpointed(nn.Module):
+    """Blocks that reentrant checkpoints run, in two of them, and outside too: gradients come in three passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(8, 3)
+
+    def _all(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0](x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self._all, x, use_reentrant=True)
+        x = checkpoint(self.blocks[1], x, use_reentrant=True)
+        return self.head(self.blocks[0](x))
+
+
+def train_checkpointed(hooks: dict[str, Any]) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for name, hook in hooks.items():
+        torch.manual_seed(0)
+        module, reference = TwiceCheckpointed().double(), TwiceCheckpointed().double()
+        reference.load_state_dict(module.state_dict())
+        shard_by_blocks(module)
+        module.register_comm_hook("sums" if hook is users_hook else None, hook)
+        for step in range(3):  # another number of rows in each
+            batches = [torch.randn(3 + step, 8, dtype=torch.float64) for _ in range(world)]
+            module.zero_grad()
+            reference.zero_grad()
+            module(batches[rank].requires_grad_()).square().mean().backward()
+            for batch in batches:
+                (reference(batch.requires_grad_()).square().mean() / world).backward()
+            assert_close(whole_gradients(module), gradients(reference), f"{name}, step {step}")
+
+
+def test_nothing_comes_late_for_a_hook() -> None:
+    hooks = {"one collective": default_hooks.allreduce_hook, "two": users_hook}
+    run_ranks(2, train_checkpointed, hooks)
 
 
 def shard_with_replicas(module: nn.Module) -> None:

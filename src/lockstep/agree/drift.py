@@ -32,7 +32,7 @@ SETTINGS = (
 )
 
 # The settings of a group of an optimizer; and by which settings which parameters were updated, those as a number with a
-# byte for each, 1 where it is one of them: as cheap to make of flags as to unite.
+# byte for each, 1 where it is one of them: as cheap to make of flags as to unite.  Of shards, how often it was.
 Settings = tuple[tuple[str, Any], ...]
 Updates = Mapping[Settings, int]
 _HALF_BITS = 31
@@ -99,38 +99,51 @@ def _half_word(text: str) -> int:
     return int.from_bytes(digest, "big") % (1 << _HALF_BITS)
 
 
-def words_differ(words: Iterable[int]) -> bool:
-    """Whether any ranks have updated the same by other settings; a rank may update only its share of a model."""
+def words_differ(words: Iterable[int], *, of_shards: bool = False) -> bool:
+    """Whether any ranks have updated the same by other settings.
+
+    A rank may update only its share of a replicated model, or nothing yet.  But each updates its shard of every
+    parameter, so of shards ranks that have updated anything have updated the same, as often.
+    """
     how: dict[int, set[int]] = {}
+    if of_shards:
+        return len({word for word in words if word}) > 1
     for word in words:
         how.setdefault(word >> _HALF_BITS, set()).add(word)
     return any(len(found) > 1 for found in how.values())
 
 
 def settings_shown(updates: Updates, names: Sequence[str]) -> list[str]:
-    """A line for each kind of update: by which settings, and of which parameters where not of all."""
+    """A line for each kind of update: by which settings, how often, and of which parameters where not of all."""
     shown = []
     for settings, places in updates.items():
         text = ", ".join(f"{name}={value}" for name, value in settings)
-        updated = [name for place, name in enumerate(names) if places >> 8 * place & 1]
-        if 0 < len(updated) < len(names):
-            more = f" and {len(updated) - 3} more" if len(updated) > 3 else ""
-            text += f" (of {', '.join(updated[:3])}{more})"
-        shown.append(text)
+        by_times: dict[int, list[str]] = {}
+        for place, name in enumerate(names):
+            if times := places >> 8 * place & 0xFF:
+                by_times.setdefault(times, []).append(name)
+        for times, updated in by_times.items():
+            line = text if times == 1 else f"{text}, {times} times"
+            if len(updated) < len(names):
+                more = f" and {len(updated) - 3} more" if len(updated) > 3 else ""
+                line += f" (of {', '.join(updated[:3])}{more})"
+            shown.append(line)
     return sorted(shown)
 
 
 def settings_differ(
-    board: Board, key: str, mine: Sequence[str], ranks: Collection[int], how: str, seconds: float
+    board: Board, key: str, mine: Sequence[str], ranks: Collection[int], how: str, seconds: float, *, of_shards: bool
 ) -> Disagreement:
     """Once words differ, on all ranks: post the settings, and make the error that shows those of ``ranks``."""
     told = board.gather(f"{key} settings", json.dumps(mine), seconds)
     shown = {rank: _read(text) for rank, text in told.items() if rank in ranks}
     values = _differing(board.by_global(shown))
+    title = "have updated the shards differently" if of_shards else "update the model with other settings"
+    more = ", or an optimizer that stepped more often, or on gradients that were cleared or changed" * of_shards
     return Disagreement(
-        f"Optimizers update the model with other settings on some ranks:\n{rank_table(values)}\n"
+        f"Optimizers {title} on some ranks:\n{rank_table(values)}\n"
         "  likely cause: a scheduler that is stepped on some ranks only, or with a number of each rank's own (a loss "
-        "that was not averaged), or a setting restored on some ranks only\n" + _going_on(how),
+        f"that was not averaged), or a setting restored on some ranks only{more}\n" + _going_on(how),
         values,
     )
 

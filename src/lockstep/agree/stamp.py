@@ -37,6 +37,7 @@ class Stamp(NamedTuple):
     passes: int = 0  # of a train step since the last update; a loop by hand may run as many as it likes
     gathers: str = ""  # of a sharded model
     between: str = ""  # what others start on the group between the buckets
+    kept: str = ""  # of a sharded model: gradients that new ones are added to
 
     def digest(self) -> int:
         """A positive number that stands for all of it."""
@@ -50,6 +51,8 @@ class Stamp(NamedTuple):
             known += _number_for(self.gathers)
         if self.between:
             known += _number_for(f"between {self.between}")
+        if self.kept:
+            known += _number_for(self.kept)
         known += _WINDOW * self.window + _UPDATES * self.updates + _RESETS * self.resets + _PASSES * self.passes
         return 1 + (known & _MASK)
 
@@ -101,6 +104,10 @@ _WORDS = {
         "a collective of your own runs in the backward (a norm over all ranks, a gather), and only some ranks compile "
         "or have hooks on parameters, so buckets leave at another moment there and were paired up with it: give your "
         "collectives a process group of their own, by dist.new_group()",
+    ),
+    "kept": (
+        "gradients from before, which those of this window would be added to",
+        "zero_grad() was called on some ranks only, or with another set_to_none",
     ),
 }
 
@@ -169,4 +176,4 @@ def _shown(value: object) -> str:
     if isinstance(value, (list, tuple)):
         names = [str(v) for v in value]
         return ", ".join(names[:8]) + (f", ... ({len(names)})" if len(names) > 8 else "") if names else "none"
-    return str(value)
+    return str(value) or "none"

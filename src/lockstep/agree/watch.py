@@ -187,19 +187,31 @@ class Watch:
             vigil.close()
 
     def meet(
-        self, key: str, subject: str, mine: str, timeout_seconds: float, *, patience_seconds: float = 0.0
+        self,
+        key: str,
+        subject: str,
+        mine: str,
+        timeout_seconds: float,
+        *,
+        patience_seconds: float = 0.0,
+        follows: str = "",
     ) -> dict[int, str]:
         """Gather every rank's value at a place that ranks reach only if they all did the same before.
 
         ``key`` names the meeting, the same on all ranks; ``subject`` says what this rank is at.  A rank that waits
-        elsewhere meanwhile sees that it is missed here, and both get an error that says so.
+        elsewhere meanwhile sees that it is missed here, and both get an error that says so.  What was posted for the
+        meeting that it ``follows``, which all ranks have left by now, is taken off the store.
         """
         assert self.board is not None
         self._come_to_meeting(key, subject)
         try:
-            return self.gather(f"meeting: {key}", mine, timeout_seconds, patience_seconds=patience_seconds)
+            told = self.gather(f"meeting: {key}", mine, timeout_seconds, patience_seconds=patience_seconds)
         finally:
             self._leave_meeting()
+        if follows:
+            self.board.remove(f"meeting: {follows}/{self.board.rank}")
+            self._met.discard(follows)
+        return told
 
     def _come_to_meeting(self, key: str, subject: str) -> None:
         self._met.add(key)

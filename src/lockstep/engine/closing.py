@@ -156,6 +156,7 @@ class Closing:
             step.num_passes_told,
             step.gathers(),
             reducer.between.places(reducer.transport),
+            step.kept(),
         )
 
     # ---------------------------------------------------------------- who used what

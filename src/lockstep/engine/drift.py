@@ -53,6 +53,7 @@ class Drift:
 
     def __init__(self) -> None:
         self.weights: Weights | None = Weights()  # None where ranks hold different parts of a model
+        self.is_of_shards = False  # all ranks update all parameters, each its part: what differs is no share
         self.is_known = False  # until weights are made equal again
         self._updates: Updates = {}  # since the last window; made anew where it changes
         self._last: Updates = {}  # before this window
@@ -64,6 +65,10 @@ class Drift:
         self._asked_in = 0  # the window in which that was last asked
         self.begins_equal = True  # weights were made equal when the model was wrapped
 
+    def hold_shards(self) -> None:
+        """Ranks have different weights, and update all of them alike."""
+        self.weights, self.is_of_shards = None, True
+
     def note_update(self, updates: Updates) -> None:
         """Parameters are about to be updated by an optimizer, by these settings."""
         self._waits_for_optimizer = False
@@ -72,7 +77,8 @@ class Drift:
             return
         merged = dict(self._updates)
         for settings, places in updates.items():
-            merged[settings] = merged.get(settings, 0) | places
+            before = merged.get(settings, 0)
+            merged[settings] = before + places if self.is_of_shards else before | places
         self._updates = merged
 
     def look_before_update(self, step: SyncStep) -> None:
@@ -125,7 +131,7 @@ class Drift:
     def _tell(self, step: SyncStep, updates: Updates, *, is_ahead: bool) -> None:
         """Tell the others of these updates, as far as they are of parameters that train."""
         if updates and (is_ahead or step.frozen):
-            trains = int.from_bytes(bytes(map(_trains, step.reducer.slots)), "little")
+            trains = 0xFF * int.from_bytes(bytes(map(_trains, step.reducer.slots)), "little")
             updates = {settings: places & trains for settings, places in updates.items() if places & trains}
         self._last, self._is_ahead = updates, is_ahead
 
@@ -148,11 +154,13 @@ class Drift:
         if self.weights is not None:
             found = self.weights.compare([words.weights for words in told.values()])
             norms = {list(told)[place]: norm for place, norm in found.items()}
-        if words_differ(words.settings for words in told.values()):
+        if words_differ((words.settings for words in told.values()), of_shards=self.is_of_shards):
             self.is_known = not self._is_ahead
             how = "" if self._is_ahead else WEIGHTS_DIFFER
             mine = settings_shown(self._last, [slot.name for slot in step.reducer.slots])
-            raise settings_differ(control.board, control.moment, mine, list(told), how, _SECONDS)
+            raise settings_differ(
+                control.board, control.moment, mine, list(told), how, _SECONDS, of_shards=self.is_of_shards
+            )
         if norms and self.weights is not None:
             self.is_known = True
             raise weights_differ(self.weights.name, control.board.by_global(norms), WEIGHTS_DIFFER)

@@ -144,7 +144,7 @@ class Intake:
         slot.found_unused = False
         if slot.is_taken:
             step.reducer.fold(slot)
-            bucket.got_extra = True
+        bucket.got_extra = bucket.got_extra or slot.is_taken or slot.ready
         if slot.ready or not is_last or (bucket.covered is not None and slot in bucket.covered):
             return  # it is added to what is there, or more is to come
         if slot.stages_early and not slot.is_taken and self.context_gradients is None:
@@ -162,7 +162,19 @@ class Intake:
         bucket.covered = set(slots) if covered is None else covered | set(slots)
         bucket.num_due += 1
         bucket.num_pending += 1 - len(fresh)
-        # What cannot be reduced by itself must not come late: the first window shows to whom something does.
+        self._hold(bucket)
+
+    def hold_what_may_get_more(self) -> None:
+        """A window begins: a reentrant checkpoint may bring a second gradient of a parameter, as a graph may."""
+        if not self._step.reducer.exchange.is_linear:
+            for bucket in self._step.reducer.buckets:
+                self._hold(bucket)
+
+    def _hold(self, bucket: LiveBucket) -> None:
+        """Let a bucket leave at the end of the pass, if more may come to it.
+
+        What cannot be reduced by itself must not come late: the first window shows to whom something does.
+        """
         is_new = not self._step.reducer.exchange.is_linear and not bucket.was_watched
         if not bucket.is_held and (bucket.waits_for_end or is_new):
             bucket.is_held = True

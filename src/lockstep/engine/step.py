@@ -94,7 +94,9 @@ class SyncStep:
         self.before_hand_out: Callable[[], None] | None = None
         self.after_pass: Callable[[], None] | None = None
         self.on_error: Callable[[Exception], None] | None = None
-        self.gathers: Callable[[], str] = str  # what a sharded model has gathered so far, for ranks to compare
+        # Of a sharded model, for ranks to compare: what it has gathered so far, and which gradients are added to.
+        self.gathers: Callable[[], str] = str
+        self.kept: Callable[[], str] = str
         self.unused_changed = False
         self.ready_order: list[Slot] = []
         self._last_unused: frozenset[str] | None = None
@@ -215,6 +217,8 @@ class SyncStep:
         if self.closing.compares:
             self.drift.open(self)
         if self.kind is Kind.FULL:
+            if self.finds_unused:  # so that the end of the outermost pass is told, see [Note: end of a pass]
+                self.intake.hold_what_may_get_more()
             self._mark_known_unused()
 
     def _mark_known_unused(self) -> None:
@@ -328,7 +332,8 @@ class SyncStep:
         with self.telling_peers():
             if not is_inner:
                 self.intake.settle_deliveries()
-            self.intake.release_held()
+            if not (is_inner and self.finds_unused):
+                self.intake.release_held()
             self._settle_missing(is_inner=is_inner)
             self.send_complete()
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from operator import is_
+from functools import reduce
+from itertools import repeat
+from operator import attrgetter, is_, is_not, or_
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from lockstep.engine.step import SyncStep
 
 _watched: weakref.WeakSet[SyncStep] = weakref.WeakSet()
 _installed = False
+_gradient, _num_writes = attrgetter("leaf.grad"), attrgetter("_version")
+_WRITTEN = ("gradients", "changed by the program")  # told as a setting
 
 
 class _Share:
@@ -34,6 +38,7 @@ class _Share:
         self._places = places
         self._values: Sequence[Any] = ()  # of those settings, if none can change without being replaced
         self._updates: Updates = {}
+        self._own: tuple[Sequence[Slot], list[Slot]] | None = None  # all slots of the step, and those it updates
 
     def updates(self, optimizer: torch.optim.Optimizer) -> Updates:
         """What an update now would be (``Updates`` of agree/drift.py)."""
@@ -47,6 +52,22 @@ class _Share:
                 settings = settings_of(group)
                 updates[settings] = updates.get(settings, 0) | places
         self._values, self._updates = () if any(map(can_change, values)) else values, updates
+        return updates
+
+    def updates_of_shards(self, optimizer: torch.optim.Optimizer, slots: Sequence[Slot]) -> Updates:
+        """As ``updates``, of what has a gradient; and whether the program has written to gradients."""
+        updates = self.updates(optimizer)
+        own = self._own
+        if own is None or own[0] is not slots:
+            places = reduce(or_, self._places)
+            own = self._own = (slots, [slot for slot in slots if places >> 8 * slot.position & 1])
+        gradients = list(map(_gradient, own[1]))
+        if not all(map(is_not, gradients, repeat(None))):
+            there = sum(1 << 8 * slot.position for slot in own[1] if slot.leaf.grad is not None)
+            updates = {settings: places & there for settings, places in updates.items() if places & there}
+            gradients = [gradient for gradient in gradients if gradient is not None]
+        if any(map(_num_writes, gradients)):
+            return {(*settings, _WRITTEN): places for settings, places in updates.items()}
         return updates
 
 
@@ -87,15 +108,23 @@ def before_update(step: SyncStep, stepped: Callable[[], set[int]]) -> None:
         _warn_local(step, stepped())
     elif step.has_forward and step.reducer.world > 1:
         _stop_without_hooks(step, stepped())
-    if step.has_fresh_gradients:
+    if step.has_fresh_gradients and (not step.drift.is_of_shards or _has_gradients(step)):
         step.has_fresh_gradients = False
         step.num_updates += 1
+
+
+def _has_gradients(step: SyncStep) -> bool:
+    """Whether an update of shards changes any: ranks cannot compare what becomes of them, as they do with weights."""
+    return any(slot.leaf.grad is not None for slot in step.reducer.slots)
 
 
 def _note_settings(optimizer: torch.optim.Optimizer, step: SyncStep, share: _Share) -> None:
     """Remember by which settings an optimizer updates which parameters; ranks compare them in the next window."""
     if step.closing.compares:
-        step.drift.note_update(share.updates(optimizer))
+        of_shards = step.drift.is_of_shards
+        step.drift.note_update(
+            share.updates_of_shards(optimizer, step.reducer.slots) if of_shards else share.updates(optimizer)
+        )
         if step.state is State.IDLE:
             step.drift.look_before_update(step)
 

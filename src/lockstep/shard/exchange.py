@@ -217,10 +217,11 @@ class ScatterFlight:
 class HookExchange:
     """A program's communication hook, as for a replicated model: it sees whole gradients, in their own shapes."""
 
-    is_linear = is_same_on_all = False
+    is_same_on_all = False
 
     def __init__(self, transport: Transport, loads: Sequence[Load], state: Any, hook: Any, name: str) -> None:
         self._inner = EngineHookExchange(transport, state, hook, name)
+        self.is_linear = self._inner.is_linear
         self.loads = list(loads)
 
     @property

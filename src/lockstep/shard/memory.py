@@ -13,7 +13,10 @@ What the engine needs of it is said in ``engine/memory.py``, and what each metho
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter, is_not
 
 import torch
 from torch import Tensor
@@ -26,6 +29,9 @@ from lockstep.shard.layout import Cut, Piece, Strided
 from lockstep.shard.parameter import ShardedParameter
 from lockstep.shard.store import spread
 from lockstep.shard.uneven import Attendance
+
+_MOST_NAMES = 8
+_gradient = attrgetter("leaf.grad")
 
 
 def _plain(gradient: Tensor) -> Tensor:
@@ -188,6 +194,18 @@ class ShardMemory:
                 slot.dirty = slot.is_taken
 
     # ---------------------------------------------------------------- out of the buffer
+
+    def kept(self) -> str:
+        """Which shards have a gradient that the next one is added to, in words, for ranks to compare."""
+        slots = list(self._homes)
+        flags = bytes(map(is_not, map(_gradient, slots), repeat(None)))
+        if not any(flags):
+            return ""
+        if all(flags):
+            return "of all parameters"
+        names = [slot.name for slot, has_gradient in zip(slots, flags, strict=True) if has_gradient]
+        digest = hashlib.blake2b("\n".join(names).encode(), digest_size=4).hexdigest()
+        return f"of {', '.join(names[:_MOST_NAMES])}{', ...' if len(names) > _MOST_NAMES else ''} ({digest})"
 
     def hand_out(
         self,

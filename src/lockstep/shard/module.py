@@ -18,6 +18,7 @@ from lockstep import torch_private
 from lockstep.agree.last_words import notice
 from lockstep.shard.added import Added, names_for
 from lockstep.shard.graph_ops import make_known
+from lockstep.shard.loading import follow, take_part_in_loading
 from lockstep.shard.moments import after_forward, before_forward
 from lockstep.shard.reads import note_read
 from lockstep.shard.root import Root, root_of, units_in
@@ -65,7 +66,7 @@ class ShardedModule(FSDPModule):
         for unit in units:
             unit.reshard()
         result = super(FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
-        _follow(units)
+        follow(units)
         return result
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -287,21 +288,6 @@ def _units_of(modules: Sequence[Any]) -> list[Unit]:
     return [module._lockstep_unit for module in modules]
 
 
-def _follow(units: Sequence[Unit]) -> None:
-    """Take up what was done to the shards."""
-    changed = [unit.follow_modules() for unit in units]
-    if any(changed) and units[0].root is not None:
-        units[0].root.plan_anew()
-
-
-def _before_load(module: Any, *_: Any) -> None:
-    module._lockstep_unit.reshard()
-
-
-def _after_load(module: Any, _: Any) -> None:
-    _follow([module._lockstep_unit])
-
-
 class _CalledAsAnyModule(ShardedModule):
     """One whose own class is called as any module is.
 
@@ -342,8 +328,7 @@ def give_face(module: nn.Module, unit: Unit) -> None:
     unit.on_layout = _show_layout
     _show_layout(unit)
     torch_private.mark_as_sharded(module)
-    module.register_load_state_dict_pre_hook(_before_load)
-    module.register_load_state_dict_post_hook(_after_load)
+    take_part_in_loading(module, unit)
     module.__class__ = _classes[kind]
 
 

@@ -79,17 +79,31 @@ class ShardedParameter:
             )
         return has[0]
 
+    def _cut(self, local: Tensor) -> Tensor:
+        """This rank's part of a whole tensor, in memory of its own."""
+        rank, chunks = self.mesh.rank, local.chunk(self.mesh.world, self.dim)
+        if rank >= len(chunks):
+            return local.narrow(self.dim, 0, 0).clone()
+        if local.is_meta:
+            return chunks[rank].contiguous()
+        return chunks[rank].clone(memory_format=torch.contiguous_format)
+
+    def shard_of(self, whole: object) -> Tensor | None:
+        """A shard of a whole tensor that is cut as this parameter is; None where it is not one to cut."""
+        if type(whole) not in (Tensor, nn.Parameter) or self.whole_spec is not None or type(self.local) is not Tensor:
+            return None
+        assert isinstance(whole, Tensor)
+        if tuple(whole.shape) != self.shape:
+            return None  # the module says so better
+        mine = self._cut(whole.detach())
+        if not self.local.is_meta:  # where it is, it can only be assigned
+            mine = mine.to(self.local.device)
+        spec = torch_private.spec_of(self.sharded)
+        meta = spec.tensor_meta._replace(dtype=mine.dtype)
+        return torch_private.dtensor_around(mine, replace(spec, tensor_meta=meta))
+
     def _shard(self, parameter: nn.Parameter, local: Tensor) -> nn.Parameter:
-        world, rank = self.mesh.world, self.mesh.rank
-        chunks = local.chunk(world, self.dim)
-        if rank < len(chunks):
-            mine = (
-                chunks[rank].contiguous()
-                if local.is_meta
-                else chunks[rank].clone(memory_format=torch.contiguous_format)
-            )
-        else:
-            mine = local.narrow(self.dim, 0, 0).clone()
+        mine = self._cut(local)
         mesh, placements = self._placements()
         with torch.no_grad():
             dtensor = DTensor.from_local(

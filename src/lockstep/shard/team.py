@@ -71,7 +71,8 @@ class Team:
             wants_sync=lambda: (team := me()) is not None and any(unit.syncs for unit in team.units),
             finds_unused=True,
         )
-        self.step.drift.weights = None  # each rank has others
+        self.step.drift.hold_shards()
+        self.step.kept = self.memory.kept
         self.step.after_pass = self._after_pass_of(me)
         if mesh.num_replicas == 1:  # each replica gathers for itself
             self.step.gathers = self.gather_log.said
@@ -84,6 +85,7 @@ class Team:
         self.hooks = HookFeeder(self.step)
         self._is_agreed = False
         self._num_agreements = 0
+        self._last_agreement = ""  # by the name of the meeting
         self._num_hooks = 0  # that were to be registered
         self.had_unused = False
         self._other_task: int | None = None  # the last backward that ended in no .grad
@@ -212,7 +214,9 @@ class Team:
             digest = hashlib.blake2b("\n".join([*frozen, "", *waiting]).encode(), digest_size=16).hexdigest()
             self._num_agreements += 1
             key = f"shards that train, {self._num_agreements}, reset {self.step.num_resets}"
-            told = self.watch.meet(key, f"a new plan of what trains: {mine}", f"{digest}\n{mine}", MEETING_SECONDS)
+            subject, word = f"a new plan of what trains: {mine}", f"{digest}\n{mine}"
+            told = self.watch.meet(key, subject, word, MEETING_SECONDS, follows=self._last_agreement)
+            self._last_agreement = key
             if len(set(told.values())) > 1:
                 told = self.watch.by_global(told)
                 shown = {rank: text.split("\n")[1] for rank, text in told.items()}
