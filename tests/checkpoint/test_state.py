@@ -177,6 +177,78 @@ def test_an_optimizer_of_another_kind(tmp_path: Path) -> None:
     assert scheduled.param_groups[0]["momentum"] == 0.9
 
 
+def test_a_scheduler_of_another_kind(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    save(tmp_path, model, step=0, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 3)).wait()
+    other = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 7)
+    before = other.state_dict()
+    with pytest.raises(ValueError, match="it has gamma, step_size, and this one, a CosineAnnealingLR, has T_max, eta"):
+        load(tmp_path, model, scheduler=other)
+    assert other.state_dict() == before
+
+
+class WithState(nn.Linear):
+    """A module with a state beside its tensors, which it may refuse."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.count = [1]
+
+    def get_extra_state(self) -> list[int]:
+        return self.count
+
+    def set_extra_state(self, state: list[int]) -> None:
+        self.count = state
+        if state == [2]:
+            raise RuntimeError("not two")
+
+
+def test_a_load_that_is_refused_on_the_way_changes_nothing(tmp_path: Path) -> None:
+    """By torch's own loading, by a module, by a user's object."""
+    model = WithState()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    generator = torch.Generator()
+    save(tmp_path / "good", model, optimizer, step=0, per_rank={"data": generator}).wait()
+    model.count = [2]
+    save(tmp_path / "bad", model, optimizer, step=0).wait()
+    model.count = [1]
+    optimizer.step()
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    groups, state, momentum = optimizer.param_groups, optimizer.state, optimizer.state[model.weight]["momentum_buffer"]
+
+    def check(words: str, path: Path, **others: Any) -> None:
+        numbers = torch.get_rng_state(), random.getstate()
+        with pytest.raises(RuntimeError, match=words) as caught:
+            load(path, model, optimizer, **others)
+        assert not hasattr(caught.value, "__notes__")
+        assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in kept.items())
+        assert model.count == [1]
+        assert (optimizer.param_groups, optimizer.state) == (groups, state)
+        assert optimizer.state[model.weight]["momentum_buffer"] is momentum
+        assert torch.equal(torch.get_rng_state(), numbers[0])
+        assert random.getstate() == numbers[1]
+
+    check("not two", tmp_path / "bad")
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("not by a hook")
+
+    with optimizer.register_load_state_dict_post_hook(refuse) as _:
+        check("not by a hook", tmp_path / "good")
+
+    class Refusing:
+        def load_state_dict(self, state: Any) -> None:
+            self.half = state
+            raise RuntimeError("not by an object")
+
+    refusing = Refusing()
+    check("not by an object", tmp_path / "good", per_rank={"data": refusing})
+    assert not vars(refusing)
+
+
 def test_not_strict(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 3))
     save(tmp_path, model, step=0).wait()

@@ -6,10 +6,10 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -22,12 +22,14 @@ from lockstep.checkpoint.ranks import Ranks, ranks_of
 from lockstep.checkpoint.reading import Reader
 from lockstep.checkpoint.restore import Restoration, Restored, Targets
 from lockstep.checkpoint.saving import wait
+from lockstep.checkpoint.undo import Undo
 from lockstep.errors import CheckpointDamaged, CheckpointFailed, NoCheckpoint, rank_table
 from lockstep.observe.moments import StepMoment, listeners, reached
 from lockstep.plan import Plan
 
 logger = logging.getLogger("lockstep")
 
+T = TypeVar("T")
 _MOST_GONE = 5
 
 
@@ -240,25 +242,37 @@ def _prepare(directory: Path, targets: Targets, ranks: Ranks, *, may_be_gone: bo
 
 
 def _apply(restoration: Restoration, ranks: Ranks) -> Restored:
-    """Change the live objects; if one of them refuses, all ranks hear of it."""
-    restored, failure = None, None
+    """Change the live objects, on all ranks or on none; all that is read was verified before."""
+    undo = Undo()
     try:
-        restored = restoration.apply()
+        restored = _together(ranks, "all ranks to take the state over", lambda: restoration.apply_to_objects(undo))
+    except BaseException as error:
+        stuck = undo.put_back()
+        if stuck:
+            error.add_note(f"These could not be put back to what they were, so do not go on from here: {stuck}.")
+        raise
+    try:
+        _together(ranks, "all ranks to write the model", restoration.apply_to_model)
+    except BaseException as error:
+        error.add_note("The checkpoint was loaded in part only, so do not go on from here.")
+        raise
+    return restored
+
+
+def _together(ranks: Ranks, what: str, do: Callable[[], T]) -> T:
+    """Do something on all ranks; an error of one is an error of all."""
+    result, failure = None, None
+    try:
+        result = do()
     except Exception as error:
         failure = error
-    told = ranks.gather(
-        "all ranks to take the state over", "" if failure is None else f"{type(failure).__name__}: {failure}"
-    )
+    told = ranks.gather(what, "" if failure is None else f"{type(failure).__name__}: {failure}")
     failed = {ranks.shown(rank): text for rank, text in told.items() if text}
     if failure is not None:
-        failure.add_note("The checkpoint was loaded in part only, so do not go on from here.")
         raise failure
     if failed:
-        raise CheckpointFailed(
-            f"The checkpoint was loaded in part only, so do not go on from here:\n{rank_table(failed)}", min(failed)
-        )
-    assert restored is not None
-    return restored
+        raise CheckpointFailed(f"The checkpoint was not loaded:\n{rank_table(failed)}", min(failed))
+    return cast(T, result)
 
 
 def _notes(restoration: Restoration, model: nn.Module | None, world: int) -> list[str]:
