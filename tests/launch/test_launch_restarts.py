@@ -49,8 +49,8 @@ def check(done: Finished, folder: Path, num_restarts: int) -> None:
     rows = re.findall(r"^  (\d+) +([\d-]) +([\d-]+) +([\d.]+) +(.*)$", done.errors, re.M)
     assert [int(row[0]) for row in rows] == list(range(num_restarts + 1))
     for number, (_, rank, step, _, cause) in enumerate(rows[:-1]):
-        assert (int(rank), int(step)) == (number % 2, number + 1)
-        assert "was killed by SIGKILL" in cause
+        assert (rank, step) == (str(number % 2), str(number + 1)), done
+        assert "was killed by SIGKILL" in cause, done
     assert rows[-1][4] == "all ranks ended well"
     attempts = report(folder)["attempts"]
     assert [attempt["outcome"] for attempt in attempts] == ["failed"] * num_restarts + ["done"]

@@ -106,7 +106,7 @@ class Union:
         self.marks = [numbers[1] for numbers in everyones]
         self.waits = [numbers[2] for numbers in everyones]
         silent = (_JOINED, _UNCHECKED)
-        self.drift = {r: Words(*told[3:_HEAD]) for r, told in enumerate(everyones) if told[0] not in silent}
+        self.drift = {r: told[3:_HEAD] for r, told in enumerate(everyones) if told[0] not in silent}
         middle, end = _HEAD + len(words), len(message)
         united = reduce(or_, (from_words(numbers[_HEAD:middle]) for numbers in everyones))
         counts = None

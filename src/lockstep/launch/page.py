@@ -108,8 +108,8 @@ class Page:
         text = self._texts.get((moment, names))
         if text is None:
             text = self._text(moment, names)
-        self._memory[_NUMBERS.size : _SIZE] = text
-        _NUMBERS.pack_into(self._memory, 0, self._pid, *self._claims, step, bucket, time.time_ns())
+        # One copy: packing in place begins by clearing it, and a rank that is killed then would be nowhere.
+        self._memory[:_SIZE] = _NUMBERS.pack(self._pid, *self._claims, step, bucket, time.time_ns()) + text
 
     def _text(self, moment: StepMoment, names: str) -> bytes:
         if len(self._texts) >= _MAX_TEXTS:

@@ -105,7 +105,7 @@ class Together:
                     raise error
             if union.check != "off":
                 with step.telling_peers():
-                    step.drift.judge(step, {rank: Words(*numbers[3:5]) for rank, numbers in enumerate(everyones)})
+                    step.drift.judge(step, {rank: told[3:5] for rank, told in enumerate(everyones)})
             can = all(numbers[1] for numbers in everyones)
             self.unable |= set(control.board.by_global({r: "" for r, told in enumerate(everyones) if not told[1]}))
             self._judge(step, [numbers[2] for numbers in everyones], micro)
