@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import torch
 
 from lockstep.agree.drift import can_change, settings_of, settings_shown, word_of, words_differ

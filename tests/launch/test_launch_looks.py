@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,16 @@ def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made._ranks = [RankFacts(rank, 100 + rank, "host") for rank in range(3)]
     yield made
     made._store.close()
+
+
+def test_a_launcher_that_may_open_no_more_files_finds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what kept it from starting is what is told."""
+
+    def fail(_: Path) -> Iterator[Path]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "iterdir", fail)
+    assert processes.kill_marked("LOCKSTEP_RUN_FOLDER=/nowhere") == []
 
 
 def stop(monkeypatch: pytest.MonkeyPatch, *pids: int) -> None:

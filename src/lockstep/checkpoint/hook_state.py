@@ -64,7 +64,7 @@ def restore_hook(model: nn.Module, saved: dict[str, Any], undo: Undo) -> str | N
     if callable(getattr(state, "load_state_dict", None)):
         state.load_state_dict(saved["state"])
     else:
-        undo.add("the hook's random numbers", lambda before=state.rng.get_state(): state.rng.set_state(before))
+        undo.add("the hook's random numbers", state.rng.set_state, state.rng.get_state())
         _restore_power_sgd(state, saved["state"], _device_of(model))
     return None
 

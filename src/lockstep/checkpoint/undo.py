@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,30 +25,29 @@ class Undo:
     def __init__(self) -> None:
         self._ways_back: list[tuple[str, Callable[[], object]]] = []
 
-    def add(self, what: str, put_back: Callable[[], object]) -> None:
-        """Note how something is put back; ``what`` names it in messages."""
-        self._ways_back.append((what, put_back))
+    def add(self, what: str, put_back: Callable[..., object], *values: Any) -> None:
+        """Note how something is put back, and with which values; ``what`` names it in messages."""
+        self._ways_back.append((what, partial(put_back, *values)))
 
     def keep(self, what: str, target: Any) -> None:
         """Note what an object is now, before its ``load_state_dict`` or ``set_state`` is called."""
         if isinstance(target, torch.Generator):
-            self.add(what, lambda state=target.get_state(): target.set_state(state))
+            self.add(what, target.set_state, target.get_state())
             return
         if isinstance(target, nn.Module):
-            state = _in_host_memory(target.state_dict())
-            self.add(what, lambda: target.load_state_dict(state))
+            self.add(what, target.load_state_dict, _in_host_memory(target.state_dict()))
             return
         if not isinstance(target, torch.optim.Optimizer) and not _is_a_loader(target):
             with contextlib.suppress(Exception):  # where an object cannot say it now, its attributes have to do
-                self.add(what, lambda state=copy.deepcopy(target.state_dict()): target.load_state_dict(state))
+                self.add(what, target.load_state_dict, copy.deepcopy(target.state_dict()))
         # An optimizer of torch's makes new dicts and leaves the old ones as they were: nothing has to be copied.
         attributes = getattr(target, "__dict__", None)
         if attributes is not None:
-            self.add(what, lambda before=dict(attributes): _put_back(attributes, before))
+            self.add(what, _put_back, attributes, dict(attributes))
 
     def keep_rng(self) -> None:
         """Note the random numbers of this process."""
-        self.add("the random numbers", lambda state=rng_state(): restore_rng(state))
+        self.add("the random numbers", restore_rng, rng_state())
 
     def put_back(self) -> list[str]:
         """Put everything back; what could not be is named."""

@@ -39,7 +39,11 @@ def marked(mark: str, besides: Iterable[int] = ()) -> list[int]:
     """Processes whose environment carries ``mark``, as all descendants of a rank do."""
     wanted, spared = mark.encode(), {os.getpid(), *besides}
     found = []
-    for entry in PROC.iterdir() if PROC.exists() else ():
+    try:
+        entries = list(PROC.iterdir())
+    except OSError:  # there is none, or this process has all files open that it may
+        entries = []
+    for entry in entries:
         if entry.name.isdigit() and int(entry.name) not in spared:
             with contextlib.suppress(OSError):
                 variables = (entry / "environ").read_bytes().split(b"\0")
