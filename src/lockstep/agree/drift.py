@@ -133,7 +133,7 @@ def settings_differ(
 def _read(text: str) -> list[str]:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = text
     return [str(one)[:500] for one in value] if isinstance(value, list) else [str(value)[:500]]
 
