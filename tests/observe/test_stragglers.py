@@ -45,7 +45,7 @@ def test_a_lasting_straggler_is_one_line_of_the_first_rank_with_data(
     caplog.clear()
     later = Stragglers()  # rank 0 has run out of data
     with caplog.at_level(logging.WARNING, "lockstep"):
-        for second in range(1, 100):
+        for _ in range(100):
             clock[0] += 1.0
             later.note({1: 500_000, 2: 0}, 1)
     assert len(caplog.messages) == 1

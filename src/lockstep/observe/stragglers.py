@@ -28,7 +28,7 @@ class Stragglers:
         self._since = self._started = monotonic()
 
     def note(self, waits_us: Mapping[int, int], rank: int, shown: Callable[[int], int] = int) -> None:
-        """Take what each rank that has data waited in one window; ``shown`` makes global numbers of those of a group."""
+        """Take what each rank that has data waited in one window; ``shown`` makes global ranks of those of a group."""
         if len(waits_us) < 2:
             return
         last = min(waits_us, key=waits_us.__getitem__)
