@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ def test_what_does_not_fit_is_listed_and_nothing_is_changed(tmp_path: Path) -> N
     other = nn.Sequential(nn.Linear(2, 3), nn.Linear(4, 1), nn.Linear(1, 1)).double()
     before = {key: value.clone() for key, value in other.state_dict().items()}
     with pytest.raises(ValueError, match="does not fit; nothing was changed") as caught:
-        load(tmp_path, other, torch.optim.SGD([other[0].weight], lr=0.1), scheduler=object(), extra={"x": 1})
+        load(tmp_path, other, torch.optim.SGD([other[0].weight], lr=0.1), scheduler=nn.Module(), extra={"x": 1})
     for words in (
         "the model has 2.weight",
         "1.weight has the shape [1, 3] there, and [1, 4] in the model",
@@ -404,6 +405,17 @@ def test_objects_without_a_state_are_named(tmp_path: Path) -> None:
         save(tmp_path, nn.Linear(2, 2), step=0, scheduler={})
     with pytest.raises(TypeError, match="model is a NoneType"):
         save(tmp_path, None, step=0)  # type: ignore[arg-type]
+    for name, words in (("model", "model is a list"), ("optimizer", "optimizer is a list"), ("data", "data is a list")):
+        with pytest.raises(TypeError, match=words):
+            load(tmp_path, **{"model": nn.Linear(2, 2), name: []})  # type: ignore[arg-type]
+
+
+def test_a_path_that_is_empty_is_not_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for call in (partial(save, model=nn.Linear(2, 2), step=0), load, verify, lockstep.checkpoint.plan_of):
+        with pytest.raises(ValueError, match="path is empty"):
+            call("")
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_is_unpickled() -> None:

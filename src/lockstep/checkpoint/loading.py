@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint import folder as folders
-from lockstep.checkpoint.collect import require_mapping
+from lockstep.checkpoint.collect import require_folder, require_mapping, require_objects
 from lockstep.checkpoint.disk import in_use
 from lockstep.checkpoint.hook_state import wrapper_of
 from lockstep.checkpoint.ranks import Ranks, ranks_of
@@ -78,8 +78,17 @@ def load(
     """
     if optimizer is not None and model is None:
         raise ValueError("an optimizer is loaded by the names of the model's parameters; give the model too")
+    require_objects(
+        nn.Module() if model is None else model,
+        optimizer,
+        "load_state_dict",
+        scheduler=scheduler,
+        scaler=scaler,
+        data=data,
+    )
     for name, given in (("extra", extra), ("per_rank", per_rank)):
         require_mapping(name, given)
+    place = require_folder(path)
     wait()
     ranks = ranks_of(process_group)
     targets = Targets(model, optimizer, scheduler, scaler, data, extra or {}, per_rank or {}, strict)
@@ -90,13 +99,13 @@ def load(
         while True:
             held.close()
             try:
-                directory = _agree_on_place(Path(path).absolute(), ranks, tried)
+                directory = _agree_on_place(place, ranks, tried)
                 if directory is None:
                     if missing_ok:
                         return None
                     raise NoCheckpoint(f"There is no checkpoint in {path}.")
                 held.enter_context(in_use(directory))
-                is_chosen_here = directory != Path(path).absolute() and num_gone < _MOST_GONE
+                is_chosen_here = directory != place and num_gone < _MOST_GONE
                 restoration = _prepare(directory, targets, ranks, may_be_gone=is_chosen_here)
                 break
             except _Gone:
@@ -298,7 +307,7 @@ def plan_of(path: str | os.PathLike[str], *, fallback: bool = False) -> Plan | N
 
     With ``fallback`` a checkpoint that is damaged does not matter: :func:`load` says so, with another one.
     """
-    place = Path(path).absolute()
+    place = require_folder(path)
     try:
         directory = _choose(place, [])
         text = None if directory is None else Reader(directory).shared().get("plan")
@@ -312,12 +321,12 @@ def plan_of(path: str | os.PathLike[str], *, fallback: bool = False) -> Plan | N
 
 def latest(path: str | os.PathLike[str]) -> Path | None:
     """Return the checkpoint that ``load`` would take from a folder; None if there is none yet."""
-    return _choose(Path(path).absolute(), [])
+    return _choose(require_folder(path), [])
 
 
 def verify(path: str | os.PathLike[str]) -> None:
     """Verify every byte of a checkpoint, or of the latest one in a folder; raise CheckpointDamaged."""
-    directory = _choose(Path(path).absolute(), [])
+    directory = _choose(require_folder(path), [])
     if directory is None:
         raise NoCheckpoint(f"There is no checkpoint in {path}.")
     try:
