@@ -19,6 +19,7 @@ from lockstep.launch.report import Report, write_reports
 from lockstep.launch.run_folder import make_run_folder
 from lockstep.launch.signals import Signals
 from lockstep.launch.spawn import CannotStart, Program, mark_of
+from lockstep.launch.store import NoLoopback, PortTaken
 from lockstep.launch.summary import attempts_table, ranks_table
 
 _MAX_SAME_STEP = 3
@@ -50,12 +51,13 @@ def supervise(job: Job) -> int:
     try:
         while True:
             number = len(attempts)
-            folder = root / f"attempt-{number}"
-            folder.mkdir()
-            guard.tell("watch", folder)
-            attempt = Attempt(job.program, number, folder, signals, job.limits, job.port)
-            attempts.append(attempt.run())
-            guard.tell("forget", folder)
+            try:
+                attempts.append(_run_attempt(job, number, root / f"attempt-{number}", signals, guard))
+            except (CannotStart, NoLoopback, PortTaken) as error:
+                if not attempts:
+                    raise
+                say(f"attempt {number} cannot be begun: {error}")  # how the one before ended is still to be told
+                break
             ended = attempts[-1]
             if ended.outcome is not Outcome.FAILED or not _goes_on(job, attempts):
                 break
@@ -70,6 +72,17 @@ def supervise(job: Job) -> int:
         guard.close()
         shutil.rmtree(root, ignore_errors=True)
     return shell_exit_code(ended.cause.exit_code)
+
+
+def _run_attempt(job: Job, number: int, folder: Path, signals: Signals, guard: Reaper) -> Ended:
+    try:
+        folder.mkdir()
+    except OSError as error:
+        raise CannotStart(f"no folder can be made: {error}") from error
+    guard.tell("watch", folder)
+    ended = Attempt(job.program, number, folder, signals, job.limits, job.port).run()
+    guard.tell("forget", folder)
+    return ended
 
 
 def _goes_on(job: Job, attempts: Sequence[Ended]) -> bool:
