@@ -111,7 +111,7 @@ def test_a_rank_that_goes_on_long_after_the_others_is_told_of_once(attempt: Any,
     for _ in range(200):
         attempt._look_for_left()
     (line,) = said
-    assert "still running 60 s after others have ended well: rank 1 (pid 101), last seen in" in line
+    assert "still running 60 s after others have ended well: rank 1 (pid 101), last seen not started" in line
     assert "rank 2 (pid 102)" in line
 
 

@@ -88,7 +88,7 @@ class Arrivals:
                 continue
             if waited >= (_ENDED_SECONDS if place.rank < 0 else _ENDED_AFTER_JOINING_SECONDS):
                 ranks = ", ".join(map(str, sorted(waiting)))
-                where = "without ever coming there" if place.rank < 0 else f"last seen in {place}"
+                where = "without ever coming there" if place.rank < 0 else f"last seen {place.seen}"
                 text = f"rank(s) {ranks} wait in init_process_group for rank {rank}, which has ended, {where}"
                 return Cause(rank, text)
         return None

@@ -50,6 +50,11 @@ class Place:
     def shown_step(self) -> str:
         return str(self.step) if self.step >= 0 else "-"
 
+    @property
+    def seen(self) -> str:
+        """Where it was, as in "last seen in step 3: done" or "last seen before joining a process group"."""
+        return f"in {self}" if self.step >= 0 or self.bucket >= 0 else str(self)
+
     def __str__(self) -> str:
         where = _WORDS.get(self.moment, self.moment)
         if self.bucket >= 0:

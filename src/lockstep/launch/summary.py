@@ -18,7 +18,7 @@ def ranks_table(ranks: Sequence[RankFacts]) -> str:
     """Every rank of an attempt, the first that began to end first."""
     ordered = sorted(ranks, key=lambda facts: facts.began_to_end or float("inf"))
     first = next((facts.began_to_end for facts in ordered if facts.began_to_end), 0.0)
-    rows = [("rank", "pid", "after", "how it ended", "last seen in")]
+    rows = [("rank", "pid", "after", "how it ended", "last seen")]
     for facts in ordered:
         after = f"{facts.began_to_end - first:+.3f} s" if facts.began_to_end else ""
         place = str(facts.place) if facts.place.time else "never heard of"
