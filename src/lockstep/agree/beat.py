@@ -19,6 +19,7 @@ from lockstep.agree.alive import Process, read_process
 
 _PACKAGE = str(Path(__file__).parents[1])
 _STANDARD = str(Path(threading.__file__).parent)
+_LAUNCHER = str(Path(_PACKAGE, "cli", "bootstrap.py"))
 _LONGEST_TEXT = 4000
 _NUM_LINES = 40
 
@@ -167,11 +168,12 @@ def where_now() -> str:
 
 
 def stack_now() -> str:
-    """The main thread's stack, as text."""
+    """The main thread's stack, as text; without the lines by which ``lockstep run`` starts a program."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return "the main thread has ended"
-    text = "".join(traceback.format_stack(frame)[-_NUM_LINES:])
+    lines = [line for line in traceback.extract_stack(frame) if line.filename != _LAUNCHER]
+    text = "".join(traceback.format_list(lines[-_NUM_LINES:]))
     return text.encode(errors="backslashreplace").decode()  # a path may hold what no text does
 
 

@@ -254,7 +254,9 @@ class Attempt:
         left = self._running
         self._num_looks_left = self._num_looks_left + 1 if 0 < len(left) < len(self._ranks) else 0
         if self._num_looks_left == _LEFT_SECONDS:
-            who = ", ".join(f"rank {facts.rank} (pid {facts.pid}), last seen {self._place(facts).seen}" for facts in left)
+            who = ", ".join(
+                f"rank {facts.rank} (pid {facts.pid}), last seen {self._place(facts).seen}" for facts in left
+            )
             say(f"still running {_LEFT_SECONDS:.0f} s after others have ended well: {who}")
 
     # ---------------------------------------------------------------- end
