@@ -470,3 +470,21 @@ def test_what_is_no_dict_of_names_is_refused_in_words(tmp_path: Path, name: str,
         load(tmp_path, model, **{name: given})
     with pytest.raises(ValueError, match=f"{name} has the key .*which cannot be stored"):
         save(tmp_path, model, step=2, **{name: {"$": 1}})
+
+
+def test_a_position_in_the_data_is_put_back_as_it_was(tmp_path: Path) -> None:
+    """Also what its state does not say: that the epoch is over."""
+    sampler = lockstep.data.ResumableSampler(range(4), seed=0, rank=0, world=1)
+    loader = torch.utils.data.DataLoader(range(4), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+    model = nn.Linear(1, 1)
+
+    class Refusing:
+        def load_state_dict(self, state: Any) -> None:
+            raise RuntimeError("not today")
+
+    save(tmp_path, model, step=0, data=sampler, extra={"x": 1}).wait()
+    list(sampler.batches(loader))
+    before = dict(vars(sampler))
+    with pytest.raises(RuntimeError, match="not today"):
+        load(tmp_path, model, data=sampler, extra={"x": Refusing()})
+    assert vars(sampler) == before

@@ -37,13 +37,15 @@ class Undo:
         if isinstance(target, nn.Module):
             self.add(what, target.load_state_dict, _in_host_memory(target.state_dict()))
             return
+        attributes = getattr(target, "__dict__", {})
+        before = dict(attributes)
+        self.add(what, _put_back, attributes, before)
+        # An optimizer of torch's makes new dicts and leaves the old ones as they were: nothing has to be copied.
         if not isinstance(target, torch.optim.Optimizer) and not _is_a_loader(target):
             with contextlib.suppress(Exception):  # where an object cannot say it now, its attributes have to do
                 self.add(what, target.load_state_dict, copy.deepcopy(target.state_dict()))
-        # An optimizer of torch's makes new dicts and leaves the old ones as they were: nothing has to be copied.
-        attributes = getattr(target, "__dict__", None)
-        if attributes is not None:
-            self.add(what, _put_back, attributes, dict(attributes))
+                # What holds its state may have been changed, or replaced: so the attributes come first and last.
+                self.add(what, _put_back, attributes, before)
 
     def keep_rng(self) -> None:
         """Note the random numbers of this process."""
