@@ -141,15 +141,23 @@ def read_words(text: str | None, world: int) -> Words | None:
 
 def words_of(error: BaseException, rank: int) -> Words:
     """The words of an exception that this rank has raised."""
-    ranks = getattr(error, "ranks", None)
+    ranks = attribute_of(error, "ranks")
     if ranks is None:
-        ranks = (getattr(error, "rank", None),)
+        ranks = (attribute_of(error, "rank"),)
     named = tuple(r for r in ranks if _is_number(r)) if isinstance(ranks, (tuple, list)) else ()
     try:
         text = str(error)
     except Exception as failure:  # a program's own class
         text = f"(its text cannot be read: str() raised {type(failure).__name__})"
     return Words(rank, type(error).__name__, text[:_LONGEST_TEXT], ranks=named)
+
+
+def attribute_of(error: BaseException, name: str) -> Any:
+    """An attribute of an exception, None where it has none; one of a program's own class may raise."""
+    try:
+        return getattr(error, name, None)
+    except Exception:
+        return None
 
 
 # ---------------------------------------------------------------- where a process is
