@@ -44,6 +44,26 @@ def test_a_launcher_that_may_open_no_more_files_finds_nobody(monkeypatch: pytest
     assert processes.kill_marked("LOCKSTEP_RUN_FOLDER=/nowhere") == []
 
 
+@pytest.mark.parametrize(
+    ("cgroup", "file", "text", "is_frozen"),
+    [
+        ("0::/job", "job/cgroup.events", "populated 1\nfrozen 1\n", True),
+        ("0::/job", "job/cgroup.events", "populated 1\nfrozen 0\n", False),
+        ("4:freezer:/job", "freezer/job/freezer.state", "FROZEN\n", True),
+        ("4:freezer:/job", "freezer/job/freezer.state", "THAWED\n", False),
+    ],
+)
+def test_a_process_in_a_frozen_cgroup_is_stopped(
+    cgroup: str, file: str, text: str, is_frozen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(processes, "_CGROUPS", tmp_path / "cgroups")
+    for path, content in (("proc/7/cgroup", cgroup), ("proc/7/stat", "7 (python) S 1 1 1"), (f"cgroups/{file}", text)):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(f"{content}\n")
+    assert processes.is_stopped(7) is is_frozen
+
+
 def stop(monkeypatch: pytest.MonkeyPatch, *pids: int) -> None:
     monkeypatch.setattr(processes, "is_stopped", lambda pid: pid in pids)
 

@@ -28,9 +28,10 @@ def is_stopped(pid: int) -> bool:
 
 
 def _is_frozen(pid: int) -> bool:
-    for path, kind in _cgroup_files(pid, "freezer", "freezer.state", "cgroup.freeze"):
+    # What is in force, also where it is a cgroup further up that was frozen.
+    for path, kind in _cgroup_files(pid, "freezer", "freezer.state", "cgroup.events"):
         with contextlib.suppress(OSError):
-            if path.read_text().strip() == ("FROZEN" if kind == "v1" else "1"):
+            if ("FROZEN" if kind == "v1" else "frozen 1") in path.read_text().splitlines():
                 return True
     return False
 
