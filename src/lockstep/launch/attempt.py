@@ -294,7 +294,9 @@ class Attempt:
         for facts in self._running:
             facts.ending = Ending.ENDED_BY_LAUNCHER
             at_once = facts.was_stopped or facts.rank in hung
-            processes.send(facts.pid, signal.SIGKILL if at_once else signal.SIGTERM, to_session=True)
+            # One that goes on to a last checkpoint needs the workers of its data loaders until then.
+            is_asked = not at_once and settings.signal_mark(self._folder, facts.rank).exists()
+            processes.send(facts.pid, signal.SIGKILL if at_once else signal.SIGTERM, to_session=not is_asked)
         deadline = time.monotonic() + self._limits.grace
         num_signals = len(self._signals.received)
         while self._running and time.monotonic() < deadline and len(self._signals.received) == num_signals:
