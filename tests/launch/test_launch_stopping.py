@@ -15,8 +15,8 @@ from lockstep.checkpoint.reading import Reader
 
 pytestmark = pytest.mark.multirank
 
-# No gradients: nothing but the question itself keeps the ranks together, and they go at different paces. Workers of data
-# loaders are there before the first question, and needed until the last one.
+# No gradients: nothing but the question itself keeps the ranks together, and they go at different paces. Workers of
+# data loaders are there before the first question, and needed until the last one.
 LOOP = """
     import os, sys, time
     import torch.distributed as dist
