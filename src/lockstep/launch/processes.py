@@ -38,7 +38,7 @@ def _is_frozen(pid: int) -> bool:
 
 def marked(mark: str, besides: Iterable[int] = ()) -> list[int]:
     """Processes whose environment carries ``mark``, as all descendants of a rank do."""
-    wanted, spared = mark.encode(), {os.getpid(), *besides}
+    wanted, spared = os.fsencode(mark), {os.getpid(), *besides}
     found = []
     try:
         entries = list(PROC.iterdir())

@@ -71,6 +71,7 @@ def supervise(job: Job) -> int:
         signals.ignore()
         guard.close()
         shutil.rmtree(root, ignore_errors=True)
+        _remove_empty_logs(str(getattr(getattr(job.program.config, "logs_specs", None), "root_log_dir", "")))
     return shell_exit_code(ended.cause.exit_code)
 
 
@@ -119,6 +120,14 @@ def _conclude(job: Job, attempts: Sequence[Ended]) -> None:
             say(f"no report could be written to {job.report_dir}: {reason} (--report-dir)")
 
 
+def _remove_empty_logs(folder: str) -> None:
+    """Remove the folders that torch makes for logs, wherever it chose the place itself and nothing was written."""
+    if os.path.basename(folder).startswith("torchelastic_"):
+        for place, _, _ in os.walk(folder, topdown=False):
+            with contextlib.suppress(OSError):
+                os.rmdir(place)  # one that is empty
+
+
 def shell_exit_code(exit_code: int) -> int:
     """A process ended by signal n has exit code -n in Python and 128 + n in a shell."""
     return 128 - exit_code if exit_code < 0 else exit_code
@@ -129,7 +138,7 @@ class Reaper:
 
     def __init__(self) -> None:
         environment = {name: value for name, value in os.environ.items() if name != settings.RUN_FOLDER.name}
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         with contextlib.suppress(OSError):
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", reaper.__file__],
@@ -138,13 +147,12 @@ class Reaper:
                 stderr=subprocess.DEVNULL,
                 env=environment,
                 start_new_session=True,
-                text=True,
             )
 
     def tell(self, word: str, folder: Path) -> None:
         if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(OSError):
-                self._process.stdin.write(f"{word} {mark_of(folder)}\n")
+                self._process.stdin.write(os.fsencode(f"{word} {mark_of(folder)}\n"))
                 self._process.stdin.flush()
 
     def close(self) -> None:
