@@ -200,3 +200,8 @@ def silence_mark(folder: Path, rank: int) -> Path:
 def stop_mark(folder: Path, rank: int) -> Path:
     """The file by which a rank tells its launcher that it was told to stop, and that all ranks do."""
     return folder / f"rank-{rank}.stopping"
+
+
+def signal_mark(folder: Path, rank: int) -> Path:
+    """The file by which a rank tells its launcher that it takes SIGTERM as a question, for what it has started too."""
+    return folder / f"rank-{rank}.takes-sigterm"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
+import traceback
 
 import pytest
 
 from lockstep.agree.alive import this_process
-from lockstep.agree.beat import Beat, Place, Words, read_beat, read_words, where_now, words_of
+from lockstep.agree.beat import Beat, Place, Words, read_beat, read_words, stack_now, where_now, words_of
 from lockstep.errors import PeerLate, PeerLost
 
 NONSENSE = [
@@ -58,9 +61,24 @@ def test_where_this_process_is() -> None:
     assert "test_where_this_process_is" in where_now() or "pytest" in where_now()
 
 
+def test_a_stack_is_without_the_lines_that_start_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests may run in a thread: then the main one is pytest's, and any file of it will do."""
+    outermost = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])[0].filename
+    assert outermost in stack_now()
+    monkeypatch.setattr("lockstep.agree.beat._LAUNCHER", outermost)
+    assert f'"{outermost}"' not in stack_now()
+    assert stack_now()
+
+
 class Mute(Exception):
     def __str__(self) -> str:
         raise ValueError("no words")
+
+    @property
+    def rank(self) -> int:
+        raise RuntimeError("nor a rank")
+
+    ranks = rank
 
 
 def test_an_error_that_cannot_be_shown_is_still_told() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from operator import is_
-
 import torch
 
-from lockstep.agree.drift import can_change, settings_of, settings_shown, values_of, word_of, words_differ
+from lockstep.agree.drift import can_change, settings_of, settings_shown, word_of, words_differ
 
 SLOW, FAST = settings_of({"lr": 0.1}), settings_of({"lr": 0.2})
 FIRST, SECOND, BOTH = 0x0001, 0x0100, 0x0101
@@ -57,13 +55,8 @@ def test_what_is_shown() -> None:
     assert settings_shown({SLOW: BOTH}, names) == ["lr=0.1"]
 
 
-def test_values_that_nobody_replaces_stand_for_settings_unless_they_can_change() -> None:
-    group = {"lr": 0.1, "betas": (0.9, 0.99), "maximize": False, "params": []}
-    before = values_of(group)
-    assert all(map(is_, before, values_of(group)))
-    group["lr"] = 0.2
-    assert not all(map(is_, before, values_of(group)))
-    assert not any(map(can_change, before))
+def test_values_that_can_become_others_without_being_replaced() -> None:
+    assert not any(map(can_change, [0.1, (0.9, 0.99), False, None, "l2"]))
     assert all(map(can_change, [torch.tensor(0.1), (0.9, torch.tensor(0.99)), [0.9, 0.99]]))
 
 

@@ -18,12 +18,14 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.agree import link
+from lockstep.agree.beat import words_of
 from lockstep.agree.board import Board
 from lockstep.agree.keys import read
 from lockstep.agree.line import Line, end_threads
 from lockstep.agree.pulse import Pulse
 from lockstep.agree.sockets import hang_up
-from lockstep.errors import PeerLate, StoreSilent
+from lockstep.agree.watch import Watch
+from lockstep.errors import PeerFailed, PeerLate, StoreSilent
 
 
 class Standing:
@@ -251,3 +253,22 @@ def test_the_keys_of_a_board_go_when_all_ranks_have_let_go_of_it() -> None:
         pulse.line.ask(lambda s: None, 60)
     assert store.num_keys() <= keys - 3
     assert not any(store.check([f"run/0/{name}"]) for name in ("verdict", "digest/0", "digest/1", "closed", "closed/0"))
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize("text", ["{", "null", '{"rank": 9, "type": "ValueError", "text": "x"}', "\x01\x02", DEEP])
+def test_words_that_no_rank_has_written_do_not_take_the_place_of_a_ranks(text: str) -> None:
+    store = dist.HashStore()
+    pulses = [Pulse(store, rank, 2) for rank in range(2)]
+    boards = [Board(store, "run/0", rank, 2, pulses[rank]) for rank in range(2)]
+    store.set(pulses[0]._self.key("final"), text)
+    boards[0].post("failure", text)
+    for error in (ValueError("first"), ValueError("second")):
+        Watch(boards[1], 1).post_failure(error)
+        pulses[1].end_with(words_of(error, 1), 60)
+    with pytest.raises(PeerFailed, match="ValueError: first"):
+        Watch(boards[0], 0).raise_failed_peer(lambda: "a test")
+    pulses[0].look([1])
+    assert pulses[0].final == words_of(ValueError("first"), 1)

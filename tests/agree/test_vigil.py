@@ -100,3 +100,21 @@ def test_a_rank_that_has_come_is_not_named_however_looks_and_arrivals_fall(
                 assert all(peers.waits.get(rank) != HERE for rank in named), (named, peers.waits)
                 assert peers.asked == named
     assert num_named
+
+
+@pytest.mark.parametrize(
+    ("condition", "told"), [("", "rank 1: alive, nothing"), ("is stopped", "is stopped, last seen")]
+)
+def test_what_is_known_of_a_rank_that_gives_no_sign_of_life_is_of_before(
+    condition: str, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(vigils, "monotonic", lambda: now[0])
+    monkeypatch.setattr(Peers, "condition", lambda self, rank: condition)
+    peers = Peers()
+    vigil = Vigil(peers, lambda: HERE, 0.0)  # type: ignore[arg-type, return-value]
+    with caplog.at_level(logging.WARNING, "lockstep"):
+        for _ in range(4):
+            now[0] += 1.0
+            vigil.look()
+    assert told in caplog.messages[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.checkpoint.disk import digest_of
-from lockstep.checkpoint.manifest import MANIFEST, Manifest, Piece, TensorEntry, _canonical, file_names, unite
+from lockstep.checkpoint.manifest import MANIFEST, Manifest, Piece, TensorEntry, _canonical, _overlap, file_names, unite
 from lockstep.errors import CheckpointDamaged
 
 GOOD = Manifest(
@@ -100,3 +101,35 @@ def test_pieces_of_ranks_become_a_tensor() -> None:
         unite([(0, {"w": ["float32", [3, 2], [0, 0], [2, 2]]})])
     with pytest.raises(ValueError, match="on rank 1"):
         unite([(0, {"w": ["float32", [2], [0], [1]]}), (1, {"w": ["float64", [2], [1], [1]]})])
+
+
+def overlap_by_brute_force(pieces: list[Piece]) -> bool:
+    seen: set[tuple[int, ...]] = set()
+    for piece in pieces:
+        spans = [range(begin, begin + size) for begin, size in zip(piece.offsets, piece.sizes, strict=True)]
+        for element in itertools.product(*spans):
+            if element in seen:
+                return True
+            seen.add(element)
+    return False
+
+
+span = st.tuples(st.integers(0, 5), st.integers(0, 3))
+
+
+@given(st.integers(1, 3).flatmap(lambda dims: st.lists(st.tuples(*[span] * dims), max_size=7)))
+def test_pieces_that_overlap_are_found(boxes: list[tuple[tuple[int, int], ...]]) -> None:
+    pieces = [Piece(0, tuple(begin for begin, _ in box), tuple(size for _, size in box)) for box in boxes]
+    assert _overlap(pieces) == overlap_by_brute_force(pieces)
+
+
+def test_a_grid_of_many_pieces_is_looked_at_once_and_a_tangle_is_refused() -> None:
+    grid = [Piece(0, (row, column), (1, 1)) for row in range(200) for column in range(200)]
+    assert not _overlap(grid)
+    assert _overlap([*grid, Piece(0, (7, 8), (1, 2))])
+    assert _overlap([Piece(0, (0, 0), (9, 9))] * 100_000)
+
+
+def test_a_pinwheel_has_no_cut_through_the_whole() -> None:
+    wheel = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
+    assert not _overlap([Piece(0, *box) for box in wheel])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ def test_what_does_not_fit_is_listed_and_nothing_is_changed(tmp_path: Path) -> N
     other = nn.Sequential(nn.Linear(2, 3), nn.Linear(4, 1), nn.Linear(1, 1)).double()
     before = {key: value.clone() for key, value in other.state_dict().items()}
     with pytest.raises(ValueError, match="does not fit; nothing was changed") as caught:
-        load(tmp_path, other, torch.optim.SGD([other[0].weight], lr=0.1), scheduler=object(), extra={"x": 1})
+        load(tmp_path, other, torch.optim.SGD([other[0].weight], lr=0.1), scheduler=nn.Module(), extra={"x": 1})
     for words in (
         "the model has 2.weight",
         "1.weight has the shape [1, 3] there, and [1, 4] in the model",
@@ -175,6 +176,78 @@ def test_an_optimizer_of_another_kind(tmp_path: Path) -> None:
     torch.optim.lr_scheduler.CyclicLR(scheduled, 0.1, 0.2, cycle_momentum=False)
     load(tmp_path, model, scheduled)
     assert scheduled.param_groups[0]["momentum"] == 0.9
+
+
+def test_a_scheduler_of_another_kind(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    save(tmp_path, model, step=0, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 3)).wait()
+    other = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 7)
+    before = other.state_dict()
+    with pytest.raises(ValueError, match="it has gamma, step_size, and this one, a CosineAnnealingLR, has T_max, eta"):
+        load(tmp_path, model, scheduler=other)
+    assert other.state_dict() == before
+
+
+class WithState(nn.Linear):
+    """A module with a state beside its tensors, which it may refuse."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.count = [1]
+
+    def get_extra_state(self) -> list[int]:
+        return self.count
+
+    def set_extra_state(self, state: list[int]) -> None:
+        self.count = state
+        if state == [2]:
+            raise RuntimeError("not two")
+
+
+def test_a_load_that_is_refused_on_the_way_changes_nothing(tmp_path: Path) -> None:
+    """By torch's own loading, by a module, by a user's object."""
+    model = WithState()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    generator = torch.Generator()
+    save(tmp_path / "good", model, optimizer, step=0, per_rank={"data": generator}).wait()
+    model.count = [2]
+    save(tmp_path / "bad", model, optimizer, step=0).wait()
+    model.count = [1]
+    optimizer.step()
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    groups, state, momentum = optimizer.param_groups, optimizer.state, optimizer.state[model.weight]["momentum_buffer"]
+
+    def check(words: str, path: Path, **others: Any) -> None:
+        numbers = torch.get_rng_state(), random.getstate()
+        with pytest.raises(RuntimeError, match=words) as caught:
+            load(path, model, optimizer, **others)
+        assert not hasattr(caught.value, "__notes__")
+        assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in kept.items())
+        assert model.count == [1]
+        assert (optimizer.param_groups, optimizer.state) == (groups, state)
+        assert optimizer.state[model.weight]["momentum_buffer"] is momentum
+        assert torch.equal(torch.get_rng_state(), numbers[0])
+        assert random.getstate() == numbers[1]
+
+    check("not two", tmp_path / "bad")
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("not by a hook")
+
+    with optimizer.register_load_state_dict_post_hook(refuse) as _:
+        check("not by a hook", tmp_path / "good")
+
+    class Refusing:
+        def load_state_dict(self, state: Any) -> None:
+            self.half = state
+            raise RuntimeError("not by an object")
+
+    refusing = Refusing()
+    check("not by an object", tmp_path / "good", per_rank={"data": refusing})
+    assert not vars(refusing)
 
 
 def test_not_strict(tmp_path: Path) -> None:
@@ -332,6 +405,17 @@ def test_objects_without_a_state_are_named(tmp_path: Path) -> None:
         save(tmp_path, nn.Linear(2, 2), step=0, scheduler={})
     with pytest.raises(TypeError, match="model is a NoneType"):
         save(tmp_path, None, step=0)  # type: ignore[arg-type]
+    for name, words in (("model", "model is a list"), ("optimizer", "optimizer is a list"), ("data", "data is a list")):
+        with pytest.raises(TypeError, match=words):
+            load(tmp_path, **{"model": nn.Linear(2, 2), name: []})  # type: ignore[arg-type]
+
+
+def test_a_path_that_is_empty_is_not_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for call in (partial(save, model=nn.Linear(2, 2), step=0), load, verify, lockstep.checkpoint.plan_of):
+        with pytest.raises(ValueError, match="path is empty"):
+            call("")
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_is_unpickled() -> None:
@@ -386,3 +470,21 @@ def test_what_is_no_dict_of_names_is_refused_in_words(tmp_path: Path, name: str,
         load(tmp_path, model, **{name: given})
     with pytest.raises(ValueError, match=f"{name} has the key .*which cannot be stored"):
         save(tmp_path, model, step=2, **{name: {"$": 1}})
+
+
+def test_a_position_in_the_data_is_put_back_as_it_was(tmp_path: Path) -> None:
+    """Also what its state does not say: that the epoch is over."""
+    sampler = lockstep.data.ResumableSampler(range(4), seed=0, rank=0, world=1)
+    loader = torch.utils.data.DataLoader(range(4), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+    model = nn.Linear(1, 1)
+
+    class Refusing:
+        def load_state_dict(self, state: Any) -> None:
+            raise RuntimeError("not today")
+
+    save(tmp_path, model, step=0, data=sampler, extra={"x": 1}).wait()
+    list(sampler.batches(loader))
+    before = dict(vars(sampler))
+    with pytest.raises(RuntimeError, match="not today"):
+        load(tmp_path, model, data=sampler, extra={"x": Refusing()})
+    assert vars(sampler) == before

@@ -146,3 +146,14 @@ def test_a_long_wait_is_told_once_before_it_is_an_error(monkeypatch: pytest.Monk
         assert arrivals.look({0: place(0, 2), 1: Place()}, {0: 100, 1: 101}) is None
     assert len(told) == 1
     assert "in init_process_group for rank 1 (pid 101), which is not started" in told[0]
+
+
+def test_a_launcher_that_was_paused_has_not_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("lockstep.launch.arrivals.time.monotonic", lambda: clock[0])
+    arrivals = Arrivals(10.0)
+    causes = []
+    for passed in (1.0, 1.0, 3600.0, 1.0, 5.0, 1.0, 1.0, 1.0, 1.0, 1.0):
+        clock[0] += passed
+        causes.append(arrivals.look({0: place(0, 2), 1: Place()}, {0: 100, 1: 101}))
+    assert [cause is None for cause in causes] == [True] * 8 + [False] * 2

@@ -26,7 +26,7 @@ def run(folder: Path, *options: str, text: str | None = None, nproc: int = 2, en
 def test_a_killed_rank_is_the_cause_and_survivors_say_where_they_missed_it(tmp_path: Path, rank: int) -> None:
     done = run(tmp_path, "--inject", f"kill:rank={rank},step=7,moment=launch", nproc=3)
     assert done.exit_code == 137, done
-    assert re.search(rf"FAILED: rank {rank} \(pid \d+\) was killed by SIGKILL; last seen: step 7: ", summary(done))
+    assert re.search(rf"FAILED: rank {rank} \(pid \d+\) was killed by SIGKILL; last seen in step 7: ", summary(done))
     (attempt,) = report(tmp_path)["attempts"]
     assert (attempt["rank"], attempt["step_reached"]) == (rank, 7)
     assert attempt["ranks"][rank]["last_seen"]["step"] == 7

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from launch.jobs import RUN, summary
+from launching import Launch, write_script
 from lockstep.agree.alive import card
 from lockstep.launch.run_folder import make_run_folder
 
@@ -35,3 +38,14 @@ def test_what_a_dead_launcher_left_is_removed_and_nothing_else(tmp_path: Path, m
     made = make_run_folder()
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {made.name, living.name, elsewhere.name, unknown.name, "lockstep-run-link"}
+
+
+def test_nothing_is_left_in_a_temporary_folder_whatever_bytes_its_name_has(tmp_path: Path) -> None:
+    place = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    place.mkdir()
+    script = write_script(tmp_path / "train.py", "import os, sys\nsys.exit(int(os.environ['RANK']))\n")
+    words = [*RUN, "--no-install", "--nproc", "2", "--report-dir", tmp_path / "reports", script]
+    done = Launch(words, env={"TMPDIR": str(place)}).finish()
+    assert done.exit_code == 1, done
+    assert "sys.exit(1)" in summary(done)
+    assert list(place.iterdir()) == []

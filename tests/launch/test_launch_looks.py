@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,36 @@ def attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made._ranks = [RankFacts(rank, 100 + rank, "host") for rank in range(3)]
     yield made
     made._store.close()
+
+
+def test_a_launcher_that_may_open_no_more_files_finds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what kept it from starting is what is told."""
+
+    def fail(_: Path) -> Iterator[Path]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "iterdir", fail)
+    assert processes.kill_marked("LOCKSTEP_RUN_FOLDER=/nowhere") == []
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "file", "text", "is_frozen"),
+    [
+        ("0::/job", "job/cgroup.events", "populated 1\nfrozen 1\n", True),
+        ("0::/job", "job/cgroup.events", "populated 1\nfrozen 0\n", False),
+        ("4:freezer:/job", "freezer/job/freezer.state", "FROZEN\n", True),
+        ("4:freezer:/job", "freezer/job/freezer.state", "THAWED\n", False),
+    ],
+)
+def test_a_process_in_a_frozen_cgroup_is_stopped(
+    cgroup: str, file: str, text: str, is_frozen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(processes, "_CGROUPS", tmp_path / "cgroups")
+    for path, content in (("proc/7/cgroup", cgroup), ("proc/7/stat", "7 (python) S 1 1 1"), (f"cgroups/{file}", text)):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(f"{content}\n")
+    assert processes.is_stopped(7) is is_frozen
 
 
 def stop(monkeypatch: pytest.MonkeyPatch, *pids: int) -> None:
@@ -100,7 +131,7 @@ def test_a_rank_that_goes_on_long_after_the_others_is_told_of_once(attempt: Any,
     for _ in range(200):
         attempt._look_for_left()
     (line,) = said
-    assert "still running 60 s after others have ended well: rank 1 (pid 101), last seen: " in line
+    assert "still running 60 s after others have ended well: rank 1 (pid 101), last seen not started" in line
     assert "rank 2 (pid 102)" in line
 
 

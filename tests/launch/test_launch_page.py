@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,20 @@ def test_a_page_that_makes_no_sense_is_no_error(tmp_path: Path, data: bytes) -> 
     (tmp_path / "page").write_bytes(data)
     assert isinstance(read_place(tmp_path / "page"), Place)
     assert read_place(tmp_path / "missing") == Place()
+
+
+def test_a_rank_is_somewhere_at_every_moment(tmp_path: Path) -> None:
+    """One that is killed as it writes is not "never heard of"."""
+    child = os.fork()
+    if child == 0:
+        page = Page(tmp_path / "page")
+        while True:
+            page.write(Reached(StepMoment.FORWARD, 7, -1, "", None))
+    try:
+        while read_place(tmp_path / "page").step < 0:
+            pass
+        places = {(place.pid, place.step) for place in (read_place(tmp_path / "page") for _ in range(30_000))}
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert places == {(child, 7)}

@@ -10,6 +10,14 @@ import pytest
 
 from launch.jobs import RUN, report, summary, train_script, wait_until
 from launching import Finished, Launch, run_command, write_script
+from lockstep.launch import signals
+from lockstep.launch import supervise as supervising
+from lockstep.launch.attempt import Ended, Limits, Outcome
+from lockstep.launch.cause import Cause
+from lockstep.launch.facts import RankFacts
+from lockstep.launch.spawn import Program
+from lockstep.launch.store import PortTaken
+from lockstep.launch.supervise import Job
 
 pytestmark = pytest.mark.multirank
 
@@ -49,8 +57,8 @@ def check(done: Finished, folder: Path, num_restarts: int) -> None:
     rows = re.findall(r"^  (\d+) +([\d-]) +([\d-]+) +([\d.]+) +(.*)$", done.errors, re.M)
     assert [int(row[0]) for row in rows] == list(range(num_restarts + 1))
     for number, (_, rank, step, _, cause) in enumerate(rows[:-1]):
-        assert (int(rank), int(step)) == (number % 2, number + 1)
-        assert "was killed by SIGKILL" in cause
+        assert (rank, step) == (str(number % 2), str(number + 1)), done
+        assert "was killed by SIGKILL" in cause, done
     assert rows[-1][4] == "all ranks ended well"
     attempts = report(folder)["attempts"]
     assert [attempt["outcome"] for attempt in attempts] == ["failed"] * num_restarts + ["done"]
@@ -125,3 +133,25 @@ def test_a_program_without_steps_gets_all_its_restarts(tmp_path: Path) -> None:
     done = run_command([*RUN, "--report-dir", tmp_path / "reports", "--max-restarts", "3", script])
     assert done.exit_code == 9
     assert done.lines == ["0", "1", "2", "3"]  # a step would not be tried a fourth time
+
+
+def test_an_attempt_that_cannot_be_begun_does_not_hide_how_the_one_before_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Played:
+        def __init__(self, program: object, number: int, *_: object) -> None:
+            if number:
+                raise PortTaken("port 80 of 127.0.0.1 cannot be used: Address already in use")
+
+        def run(self) -> Ended:
+            return Ended(0, Outcome.FAILED, Cause(1, "rank 1 was killed", 3, -9), 1.0, [RankFacts(1, 100, "host")])
+
+    monkeypatch.setattr(supervising, "Attempt", Played)
+    monkeypatch.setattr(signals.Signals, "ignore", lambda self: None)
+    program = Program(None, "python", [], max_restarts=3, run_id="x")
+    job = Job(program, "train.py", ["lockstep", "run"], tmp_path / "reports", Limits(), "", 80)
+    assert supervising.supervise(job) == 137
+    said = capsys.readouterr().err
+    assert "attempt 1 cannot be begun: port 80 of 127.0.0.1 cannot be used" in said
+    assert "train.py FAILED: rank 1 was killed" in said
+    assert report(tmp_path)["attempts"][0]["rank"] == 1

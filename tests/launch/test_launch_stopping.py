@@ -15,15 +15,17 @@ from lockstep.checkpoint.reading import Reader
 
 pytestmark = pytest.mark.multirank
 
-# No gradients: nothing but the question itself keeps the ranks together, and they go at different paces.
+# No gradients: nothing but the question itself keeps the ranks together, and they go at different paces. Workers of
+# data loaders are there before the first question, and needed until the last one.
 LOOP = """
     import os, sys, time
     import torch.distributed as dist
+    from torch.utils.data import DataLoader
     import lockstep
 
     dist.init_process_group()
     rank = dist.get_rank()
-    for step in range(1_000_000):
+    for step, _ in enumerate(DataLoader(range(1_000_000), num_workers=1)):
         if step == 10:
             open(f"{sys.argv[1]}/ready-{rank}", "w").close()
         time.sleep(0.001 * (rank + 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from launch.jobs import RUN, train, wait_for_first_step
 from launching import free_port, run_command, write_script
-from lockstep.launch.store import HostedStore, PortTaken
+from lockstep.launch.store import HostedStore, NoLoopback, PortTaken
 
 LISTEN = "0A"
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
@@ -128,3 +129,12 @@ def test_a_program_may_make_its_group_again(tmp_path: Path) -> None:
     done = run_command([*RUN, "--nproc", "2", script])
     assert done.exit_code == 0, done
     assert sorted(done.lines) == ["3.0", "3.0", "5.0", "5.0", "7.0", "7.0"]
+
+
+def test_a_host_without_loopback_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", fail)
+    with pytest.raises(NoLoopback, match=r"127\.0\.0\.1 \(.*Network is unreachable\); is the loopback interface up"):
+        HostedStore()

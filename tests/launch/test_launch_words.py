@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -11,7 +13,16 @@ import pytest
 
 from lockstep.launch import inside
 from lockstep.launch.inside import Inside
-from lockstep.launch.words import read_words, words_of
+from lockstep.launch.words import read_words, words_of, write_words
+
+
+def test_words_that_cannot_be_understood_are_left_out(tmp_path: Path) -> None:
+    good = words_of(ValueError("good"))
+    write_words(tmp_path, 0, good)
+    texts = ["{", "[" * 100_000, "3", json.dumps({**good.as_json(), "peers": [math.inf]}), '{"time": "x"}']
+    for number, text in enumerate(texts, start=1):
+        (tmp_path / f"rank-0.error-{number}.json").write_text(text)
+    assert read_words(tmp_path, 0) == [good]
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 import lockstep
 from lockstep import torch_private
@@ -267,25 +270,57 @@ def test_a_folder_that_cannot_be_read_is_told_on_all(tmp_path: Path) -> None:
         assert "rank 0 | NotADirectoryError" in told
 
 
+def are_equal(first: Any, second: Any) -> bool:
+    (mine, shape), (theirs, other) = tree_flatten(first), tree_flatten(second)
+    pairs = zip(mine, theirs, strict=True)
+    return shape == other and all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
+
+
 class Stubborn:
-    """Refuses its state on rank 1."""
+    """Takes half of its state, and refuses the rest on rank 1."""
 
-    def state_dict(self) -> dict[str, int]:
-        return {"a": 1}
+    def __init__(self) -> None:
+        self.taken = [0]
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        if dist.get_rank() == 1:
-            raise RuntimeError("not today")
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["taken"] == [7]:
+            self.taken[0], self.half = 7, "there"
+            if dist.get_rank() == 1:
+                raise RuntimeError("not today")
+        else:
+            self.taken[0] = state["taken"][0]
 
 
-def load_stubborn(folder: Path) -> str:
-    model, _ = build()
-    lockstep.checkpoint.save(folder, model, step=0, scheduler=Stubborn()).wait()
-    return attempt(lockstep.checkpoint.load, folder, model, scheduler=Stubborn())
+def load_stubborn(folder: Path) -> tuple[str, bool]:
+    """Save, train on, and try to load: everything is as it was before, on both ranks."""
+    model, optimizer = build()
+    scheduler, stubborn = torch.optim.lr_scheduler.StepLR(optimizer, 1), Stubborn()
+    average, generator = torch.optim.swa_utils.AveragedModel(model), torch.Generator()
+    stubborn.taken = [7]
+    objects = {"scheduler": scheduler, "extra": {"average": average, "last": stubborn}}
+    save = partial(lockstep.checkpoint.save, folder, model, optimizer, per_rank={"data": generator}, **objects)
+    save(step=1).wait()
+    optimizer.step()
+    scheduler.step()
+    average.update_parameters(model)
+    stubborn.taken = [0]
+    torch.rand(3), torch.rand(3, generator=generator)
+
+    def state() -> Any:
+        objects = [part.state_dict() for part in (model, optimizer, scheduler, average)]
+        return copy.deepcopy([*objects, vars(stubborn), torch.get_rng_state(), generator.get_state()])
+
+    before = state()
+    told = attempt(lockstep.checkpoint.load, folder, model, optimizer, per_rank={"data": generator}, **objects)
+    return told, are_equal(state(), before)
 
 
-def test_an_object_that_refuses_its_state_is_told_on_all(tmp_path: Path) -> None:
-    told = run_ranks(2, load_stubborn, tmp_path)
-    assert told[1] == "RuntimeError: not today"
-    assert told[0].startswith("CheckpointFailed: The checkpoint was loaded in part only")
-    assert "rank 1 | RuntimeError: not today" in told[0]
+def test_an_object_that_refuses_its_state_is_told_on_all_and_nothing_is_changed(tmp_path: Path) -> None:
+    (told0, same0), (told1, same1) = run_ranks(2, load_stubborn, tmp_path)
+    assert told1 == "RuntimeError: not today"
+    assert told0.startswith("CheckpointFailed: The checkpoint was not loaded")
+    assert "rank 1 | RuntimeError: not today" in told0
+    assert (same0, same1) == (True, True)

@@ -122,28 +122,40 @@ def test_ignore_does_not_look_and_a_scalers_infinities_are_its_own() -> None:
         assert found["changed"] == [n not in BAD_STEPS for n in range(8)]
 
 
-def be_slow() -> dict[int, float]:
+def be_slow() -> list[dict[int, float]]:
+    """What rank 2 makes the others wait; and again when rank 0 has run out of data, and waits for nobody."""
     from time import sleep
 
     import lockstep
 
-    store = dist.distributed_c10d._get_default_store()
-    ddp = lockstep.DDP(nn.Linear(4, 2))
-    for number in range(12):
-        output = ddp(torch.ones(1, 4))
-        if dist.get_rank() == 2:
-            store.wait([f"step {number} of {rank}" for rank in (0, 1)])  # slower than the others, however slow they are
-            sleep(0.2)
-        else:
-            store.set(f"step {number} of {dist.get_rank()}", "")
-        output.sum().backward()
-    text = ddp.timeline.to_json()
-    assert lockstep.Timeline.from_json(text).stragglers.seconds == ddp.timeline.stragglers.seconds
-    return ddp.timeline.stragglers.seconds
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+
+    def train(ddp: nn.Module, others: list[int]) -> None:
+        for number in range(12):
+            output = ddp(torch.ones(1, 4))
+            if rank == 2:  # slower than the others, however slow they are
+                store.wait([f"step {number} of {other}, {len(others)}" for other in others])
+                sleep(0.2)
+            else:
+                store.set(f"step {number} of {rank}, {len(others)}", "")
+            output.sum().backward()
+
+    models = [lockstep.DDP(nn.Linear(4, 2)) for _ in range(2)]
+    train(models[0], [0, 1])
+    with models[1].join():
+        if rank:
+            train(models[1], [1])
+    text = models[0].timeline.to_json()
+    assert lockstep.Timeline.from_json(text).stragglers.seconds == models[0].timeline.stragglers.seconds
+    return [model.timeline.stragglers.seconds for model in models]
 
 
 def test_the_rank_that_others_wait_for_is_in_the_timeline() -> None:
-    first, *others = run_ranks(3, be_slow)
+    (first, joined), *others = run_ranks(3, be_slow)
     assert max(first, key=first.__getitem__) == 2
     assert first[2] > 1.0  # of about two seconds, whatever else the machine does
-    assert all(other == first for other in others)
+    assert all(other == first for other, _ in others)
+    assert joined == {}
+    for _, seconds in others:
+        assert 0 not in seconds
+        assert seconds[2] > 1.0

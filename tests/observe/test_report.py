@@ -216,7 +216,7 @@ def test_who_others_waited_for_is_in_the_report(tmp_path: Path) -> None:
     timelines = [make_timeline(rank, [1.0, 2.0]) for rank in range(2)]
     for timeline in timelines:
         for _ in range(10):
-            timeline.stragglers.note([500_000, 1_000], timeline.rank)
+            timeline.stragglers.note({0: 500_000, 1: 1_000}, timeline.rank)
     path = tmp_path / "report.html"
     write_report(path, losses=[1.0, 0.5], timelines=timelines, plan_text="the plan", title="two ranks")
     text = path.read_text()

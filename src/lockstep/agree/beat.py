@@ -19,6 +19,7 @@ from lockstep.agree.alive import Process, read_process
 
 _PACKAGE = str(Path(__file__).parents[1])
 _STANDARD = str(Path(threading.__file__).parent)
+_LAUNCHER = str(Path(_PACKAGE, "cli", "bootstrap.py"))
 _LONGEST_TEXT = 4000
 _NUM_LINES = 40
 
@@ -140,15 +141,23 @@ def read_words(text: str | None, world: int) -> Words | None:
 
 def words_of(error: BaseException, rank: int) -> Words:
     """The words of an exception that this rank has raised."""
-    ranks = getattr(error, "ranks", None)
+    ranks = attribute_of(error, "ranks")
     if ranks is None:
-        ranks = (getattr(error, "rank", None),)
+        ranks = (attribute_of(error, "rank"),)
     named = tuple(r for r in ranks if _is_number(r)) if isinstance(ranks, (tuple, list)) else ()
     try:
         text = str(error)
     except Exception as failure:  # a program's own class
         text = f"(its text cannot be read: str() raised {type(failure).__name__})"
     return Words(rank, type(error).__name__, text[:_LONGEST_TEXT], ranks=named)
+
+
+def attribute_of(error: BaseException, name: str) -> Any:
+    """An attribute of an exception, None where it has none; one of a program's own class may raise."""
+    try:
+        return getattr(error, name, None)
+    except Exception:
+        return None
 
 
 # ---------------------------------------------------------------- where a process is
@@ -167,11 +176,12 @@ def where_now() -> str:
 
 
 def stack_now() -> str:
-    """The main thread's stack, as text."""
+    """The main thread's stack, as text; without the lines by which ``lockstep run`` starts a program."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return "the main thread has ended"
-    text = "".join(traceback.format_stack(frame)[-_NUM_LINES:])
+    lines = [line for line in traceback.extract_stack(frame) if line.filename != _LAUNCHER]
+    text = "".join(traceback.format_list(lines[-_NUM_LINES:]))
     return text.encode(errors="backslashreplace").decode()  # a path may hold what no text does
 
 

@@ -240,7 +240,7 @@ def _names(text: str | None, prefix: str) -> list[str]:
     """The keys that a rank has posted, as far as they are of this board."""
     try:
         names = json.loads(text or "[]")
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
     return [n for n in names if isinstance(n, str) and n.startswith(f"{prefix}/")] if isinstance(names, list) else []
 

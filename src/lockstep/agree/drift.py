@@ -54,11 +54,6 @@ def settings_of(group: Mapping[str, Any]) -> Settings:
     return tuple([(name, _plain(group[name])) for name in SETTINGS if name in group])
 
 
-def values_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The same as the group holds them: settings stay what they are while none is replaced or can change."""
-    return tuple(map(group.get, SETTINGS))
-
-
 def can_change(value: Any) -> bool:
     """Whether a value may become another without being replaced."""
     if isinstance(value, tuple):
@@ -151,7 +146,7 @@ def settings_differ(
 def _read(text: str) -> list[str]:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = text
     return [str(one)[:500] for one in value] if isinstance(value, list) else [str(value)[:500]]
 

@@ -212,7 +212,10 @@ class Pulse:
         shared.ended, shared.how = True, words.text if words.ended else f"raised {words.type}: {words.text}"
 
         def post(store: Any) -> None:
-            store.compare_set(shared.key("final"), "", words.to_json())
+            mine = words.to_json()
+            stands = store.compare_set(shared.key("final"), "", mine).decode(errors="replace")
+            if read_words(stands, shared.world) is None:  # what is not words of a rank is in nobody's way
+                store.set(shared.key("final"), mine)
             shared.take_turn(store)
 
         self.line.ask(post, seconds)

@@ -136,7 +136,7 @@ def _read_fact(rank: int, text: str) -> tuple[dict[str, object], bool]:
     """A stamp that a rank has posted; what is not of that form is not from a rank of this program."""
     try:
         stamp, updates_itself = json.loads(text)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         stamp = updates_itself = None
     if not (isinstance(stamp, dict) and isinstance(updates_itself, bool)):
         raise Disagreement(f"The stamp that rank {rank} has posted cannot be read: {text[:200]!r}.")

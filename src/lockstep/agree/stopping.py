@@ -11,6 +11,8 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -42,14 +44,14 @@ class Stopping:
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             self._is_stopping = self._asked.is_set()
             if self._is_stopping:
-                _tell_launcher()
+                _tell_launcher(settings.stop_mark)
             return self._is_stopping
         self._follow_world()
         told = self._collect()
         if told:
             self._is_stopping = True
             if self._asked.is_set():
-                _tell_launcher()
+                _tell_launcher(settings.stop_mark)
             return True
         flag = torch.tensor([int(self._asked.is_set())], dtype=torch.int32)
         self._under_way = (dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True), flag)
@@ -70,6 +72,7 @@ class Stopping:
 
         signal.signal(signal.SIGTERM, note)
         self._handles_signal = True
+        _tell_launcher(settings.signal_mark)
 
     def _follow_world(self) -> None:
         """Have a group of our own on the host, for the ranks that there are now."""
@@ -90,12 +93,12 @@ class Stopping:
         return bool(flag.item())
 
 
-def _tell_launcher() -> None:
-    """Leave word for the launcher: the end that comes is not the one that the program was to come to."""
+def _tell_launcher(mark: Callable[[Path, int], Path]) -> None:
+    """Leave word for the launcher, where there is one."""
     folder = settings.run_folder()
     if folder is not None:
         with contextlib.suppress(OSError):
-            settings.stop_mark(folder, int(os.environ["RANK"])).touch()
+            mark(folder, int(os.environ["RANK"])).touch()
 
 
 _stopping = Stopping()

@@ -216,8 +216,9 @@ class Vigil:
         for rank, member in watch.peers():
             beat = watch.pulse.last_seen(member) if watch.pulse is not None else None
             if rank in late:
-                condition = self._condition(rank) or "alive"
-                rows.append(f"; rank {member}: {condition}, {beat.words if beat is not None else 'never seen'}")
+                condition = self._condition(rank)  # where it is one, what was heard last is old
+                told = f"{condition}, last seen" if condition else "alive,"
+                rows.append(f"; rank {member}: {told} {beat.words if beat is not None else 'never'}")
             elif self._store_silent and (seen := watch.condition(rank)):
                 rows.append(f"; rank {member} {seen}")
         unknown = "none is known to be late (a slow link, or all ranks arrived just now)"

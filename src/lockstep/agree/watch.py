@@ -291,7 +291,10 @@ class Watch:
             return
         self._has_posted_failure = True
         try:
-            self.board.post_first("failure", words_of(error, self.rank).to_json(), _LAST_WORDS_SECONDS)
+            mine = words_of(error, self.rank).to_json()
+            stands = self.board.post_first("failure", mine, _LAST_WORDS_SECONDS)
+            if read_words(stands, self.world) is None:  # what is not words of a rank is in nobody's way
+                self.board.post("failure", mine)
         except RuntimeError:
             logger.debug("the store is silent or gone; peers may see a closed connection instead of our error")
 

@@ -6,8 +6,10 @@ not (random numbers, what a compression hook left out).  Names are the plain mod
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,16 +77,7 @@ def collect(
     per_rank: Mapping[str, Any] | None,
 ) -> Collected:
     """Collect the state of this rank; nothing is copied yet."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; give the module, wrapped or not")
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}; give one optimizer, and others by name, as in "
-            'extra={"second": optimizer}'
-        )
-    for name, part in (("scheduler", scheduler), ("scaler", scaler), ("data", data)):
-        if part is not None and not callable(getattr(part, "state_dict", None)):
-            raise TypeError(f"{name} is a {type(part).__name__}, which has no state_dict(); plain values go to extra=")
+    require_objects(model, optimizer, "state_dict", scheduler=scheduler, scaler=scaler, data=data)
     _require_whole_step(model)
     result = Collected(copy=_copy_of(model))
 
@@ -169,6 +162,27 @@ def state_of_object(value: Any) -> Any:
     if isinstance(value, torch.Generator):
         return value.get_state()
     return value.state_dict() if callable(getattr(value, "state_dict", None)) else value
+
+
+def require_objects(model: Any, optimizer: Any, method: str, **others: Any) -> None:
+    """Raise TypeError for an object that cannot be what it was given as; all of ``others`` need ``method``."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; give the module, wrapped or not")
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}; give one optimizer, and others by name, as in "
+            'extra={"second": optimizer}'
+        )
+    for name, part in others.items():
+        if part is not None and not callable(getattr(part, method, None)):
+            raise TypeError(f"{name} is a {type(part).__name__}, which has no {method}(); plain values go to extra=")
+
+
+def require_folder(path: str | os.PathLike[str]) -> Path:
+    """The path of a folder; an empty text, of a variable that was not set, say, is none."""
+    if not os.fspath(path):
+        raise ValueError("path is empty; give the folder of the checkpoints ('.' is the working directory)")
+    return Path(path).absolute()
 
 
 def require_mapping(name: str, given: Any) -> None:

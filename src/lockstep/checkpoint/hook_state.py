@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.checkpoint.undo import Undo
+
 # What torch's PowerSGD keeps from step to step; its own pickle has these and the options.
 _POWER_SGD = ("iter", "total_numel_before_compression", "total_numel_after_compression", "next_stats_report")
 _POWER_SGD_TENSORS = ("error_dict", "p_memory_dict", "q_memory_dict")
@@ -52,15 +54,17 @@ def hook_state(model: nn.Module) -> dict[str, Any] | None:
     return None
 
 
-def restore_hook(model: nn.Module, saved: dict[str, Any]) -> str | None:
+def restore_hook(model: nn.Module, saved: dict[str, Any], undo: Undo) -> str | None:
     """Put the state back; returns why not, where that makes no sense."""
     state = hook_of(model)
     kind = None if state is None else type(state).__name__
     if kind != saved["kind"]:
         return f"the checkpoint holds the state of a hook ({saved['kind']}), and the model has {kind or 'none'}"
+    undo.keep("the state of the communication hook", state)
     if callable(getattr(state, "load_state_dict", None)):
         state.load_state_dict(saved["state"])
     else:
+        undo.add("the hook's random numbers", state.rng.set_state, state.rng.get_state())
         _restore_power_sgd(state, saved["state"], _device_of(model))
     return None
 

@@ -6,28 +6,30 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from lockstep.checkpoint import folder as folders
-from lockstep.checkpoint.collect import require_mapping
+from lockstep.checkpoint.collect import require_folder, require_mapping, require_objects
 from lockstep.checkpoint.disk import in_use
 from lockstep.checkpoint.hook_state import wrapper_of
 from lockstep.checkpoint.ranks import Ranks, ranks_of
 from lockstep.checkpoint.reading import Reader
 from lockstep.checkpoint.restore import Restoration, Restored, Targets
 from lockstep.checkpoint.saving import wait
+from lockstep.checkpoint.undo import Undo
 from lockstep.errors import CheckpointDamaged, CheckpointFailed, NoCheckpoint, rank_table
 from lockstep.observe.moments import StepMoment, listeners, reached
 from lockstep.plan import Plan
 
 logger = logging.getLogger("lockstep")
 
+T = TypeVar("T")
 _MOST_GONE = 5
 
 
@@ -76,8 +78,17 @@ def load(
     """
     if optimizer is not None and model is None:
         raise ValueError("an optimizer is loaded by the names of the model's parameters; give the model too")
+    require_objects(
+        nn.Module() if model is None else model,
+        optimizer,
+        "load_state_dict",
+        scheduler=scheduler,
+        scaler=scaler,
+        data=data,
+    )
     for name, given in (("extra", extra), ("per_rank", per_rank)):
         require_mapping(name, given)
+    place = require_folder(path)
     wait()
     ranks = ranks_of(process_group)
     targets = Targets(model, optimizer, scheduler, scaler, data, extra or {}, per_rank or {}, strict)
@@ -88,13 +99,13 @@ def load(
         while True:
             held.close()
             try:
-                directory = _agree_on_place(Path(path).absolute(), ranks, tried)
+                directory = _agree_on_place(place, ranks, tried)
                 if directory is None:
                     if missing_ok:
                         return None
                     raise NoCheckpoint(f"There is no checkpoint in {path}.")
                 held.enter_context(in_use(directory))
-                is_chosen_here = directory != Path(path).absolute() and num_gone < _MOST_GONE
+                is_chosen_here = directory != place and num_gone < _MOST_GONE
                 restoration = _prepare(directory, targets, ranks, may_be_gone=is_chosen_here)
                 break
             except _Gone:
@@ -240,25 +251,37 @@ def _prepare(directory: Path, targets: Targets, ranks: Ranks, *, may_be_gone: bo
 
 
 def _apply(restoration: Restoration, ranks: Ranks) -> Restored:
-    """Change the live objects; if one of them refuses, all ranks hear of it."""
-    restored, failure = None, None
+    """Change the live objects, on all ranks or on none; all that is read was verified before."""
+    undo = Undo()
     try:
-        restored = restoration.apply()
+        restored = _together(ranks, "all ranks to take the state over", lambda: restoration.apply_to_objects(undo))
+    except BaseException as error:
+        stuck = undo.put_back()
+        if stuck:
+            error.add_note(f"These could not be put back to what they were, so do not go on from here: {stuck}.")
+        raise
+    try:
+        _together(ranks, "all ranks to write the model", restoration.apply_to_model)
+    except BaseException as error:
+        error.add_note("The checkpoint was loaded in part only, so do not go on from here.")
+        raise
+    return restored
+
+
+def _together(ranks: Ranks, what: str, do: Callable[[], T]) -> T:
+    """Do something on all ranks; an error of one is an error of all."""
+    result, failure = None, None
+    try:
+        result = do()
     except Exception as error:
         failure = error
-    told = ranks.gather(
-        "all ranks to take the state over", "" if failure is None else f"{type(failure).__name__}: {failure}"
-    )
+    told = ranks.gather(what, "" if failure is None else f"{type(failure).__name__}: {failure}")
     failed = {ranks.shown(rank): text for rank, text in told.items() if text}
     if failure is not None:
-        failure.add_note("The checkpoint was loaded in part only, so do not go on from here.")
         raise failure
     if failed:
-        raise CheckpointFailed(
-            f"The checkpoint was loaded in part only, so do not go on from here:\n{rank_table(failed)}", min(failed)
-        )
-    assert restored is not None
-    return restored
+        raise CheckpointFailed(f"The checkpoint was not loaded:\n{rank_table(failed)}", min(failed))
+    return cast(T, result)
 
 
 def _notes(restoration: Restoration, model: nn.Module | None, world: int) -> list[str]:
@@ -284,7 +307,7 @@ def plan_of(path: str | os.PathLike[str], *, fallback: bool = False) -> Plan | N
 
     With ``fallback`` a checkpoint that is damaged does not matter: :func:`load` says so, with another one.
     """
-    place = Path(path).absolute()
+    place = require_folder(path)
     try:
         directory = _choose(place, [])
         text = None if directory is None else Reader(directory).shared().get("plan")
@@ -298,12 +321,12 @@ def plan_of(path: str | os.PathLike[str], *, fallback: bool = False) -> Plan | N
 
 def latest(path: str | os.PathLike[str]) -> Path | None:
     """Return the checkpoint that ``load`` would take from a folder; None if there is none yet."""
-    return _choose(Path(path).absolute(), [])
+    return _choose(require_folder(path), [])
 
 
 def verify(path: str | os.PathLike[str]) -> None:
     """Verify every byte of a checkpoint, or of the latest one in a folder; raise CheckpointDamaged."""
-    directory = _choose(Path(path).absolute(), [])
+    directory = _choose(require_folder(path), [])
     if directory is None:
         raise NoCheckpoint(f"There is no checkpoint in {path}.")
     try:

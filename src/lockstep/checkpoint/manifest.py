@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 MAX_BYTES = 512 << 20
 MAX_WORLD = 1_000_000
+_MOST_TANGLED = 1000  # pieces that only a comparison of each with each can tell apart; no sharding makes such
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _SAVE_ID = re.compile(r"[0-9a-f]{16}")
 
@@ -103,22 +103,40 @@ class TensorEntry:
             raise ValueError("has pieces that overlap")
 
 
-def _overlap(pieces: tuple[Piece, ...]) -> bool:
-    """Tell whether two pieces have an element in common; quick where all are cut along one dim."""
-    solid = [piece for piece in pieces if prod(piece.sizes)]
-    if len(solid) < 2:
-        return False
-    cut = [dim for dim in range(len(solid[0].sizes)) if len({(p.offsets[dim], p.sizes[dim]) for p in solid}) > 1]
-    if not cut:
-        return True
-    if len(cut) == 1:
-        spans = sorted((p.offsets[cut[0]], p.offsets[cut[0]] + p.sizes[cut[0]]) for p in solid)
-        return any(before[1] > after[0] for before, after in pairwise(spans))
-    return any(
-        all(a.offsets[d] < b.offsets[d] + b.sizes[d] and b.offsets[d] < a.offsets[d] + a.sizes[d] for d in cut)
-        for number, a in enumerate(solid)
-        for b in solid[:number]
-    )
+def _overlap(pieces: Sequence[Piece]) -> bool:
+    """Tell whether two pieces have an element in common; pieces that some dim keeps apart need not be compared."""
+    rows = [[piece for piece in pieces if prod(piece.sizes)]]
+    while rows:
+        row = rows.pop()
+        if len(row) < 2:
+            continue
+        for dim in range(len(row[0].sizes)):
+            parts = _apart(row, dim)
+            if len(parts) > 1:
+                rows += parts
+                break
+        else:
+            # No cut through the whole keeps any of them apart, as it does in every grid.
+            if len(row) > _MOST_TANGLED or any(_meet(a, b) for number, a in enumerate(row) for b in row[:number]):
+                return True
+    return False
+
+
+def _apart(pieces: Sequence[Piece], dim: int) -> list[list[Piece]]:
+    """Sort pieces into parts that have nothing in common along a dim."""
+    parts: list[list[Piece]] = []
+    end = -1
+    for piece in sorted(pieces, key=lambda piece: piece.offsets[dim]):
+        if piece.offsets[dim] >= end:
+            parts.append([])
+        parts[-1].append(piece)
+        end = max(end, piece.offsets[dim] + piece.sizes[dim])
+    return parts
+
+
+def _meet(a: Piece, b: Piece) -> bool:
+    spans = zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    return all(begin < other + n and other < begin + m for begin, m, other, n in spans)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from lockstep.checkpoint.pieces import held
 from lockstep.checkpoint.reading import Reader, Region
 from lockstep.checkpoint.tensorfile import DTYPES
 from lockstep.checkpoint.tree import decode, tensor_names
+from lockstep.checkpoint.undo import Undo
 from lockstep.state_dict import unwrap
 
 _COMPILED = "_orig_mod."
@@ -127,8 +128,8 @@ class SavedOptimizer:
                     found[value] = Region(part.offsets, tuple(part.local.shape))
         return found
 
-    def restore(self) -> None:
-        """Put the state into the optimizer."""
+    def restore(self, undo: Undo) -> None:
+        """Put the state into the optimizer; ``undo`` is told what it was."""
         position = {name: number for number, name in enumerate(self._parameters)}
         state = {
             position[name]: decode(values, partial(self._state_like, self._parameters[name]))
@@ -147,6 +148,7 @@ class SavedOptimizer:
         for group, current in zip(groups, self._optimizer.param_groups, strict=True):
             if "param_names" in current:
                 group["param_names"] = current["param_names"]
+        undo.keep(self._what, self._optimizer)
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _state_like(self, parameter: torch.Tensor, name: str) -> torch.Tensor:

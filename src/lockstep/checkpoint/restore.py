@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checkpoint.collect import plain_keys
 from lockstep.checkpoint.hook_state import restore_hook, wrapper_of
@@ -19,6 +21,7 @@ from lockstep.checkpoint.rng import check_rng, restore_rng
 from lockstep.checkpoint.snapshot import own_name
 from lockstep.checkpoint.tensorfile import DTYPES
 from lockstep.checkpoint.tree import decode, tensor_name, tensor_names
+from lockstep.checkpoint.undo import Undo
 from lockstep.errors import CheckpointDamaged, bullet_list
 from lockstep.plan import Plan
 from lockstep.state_dict import unwrap
@@ -92,6 +95,7 @@ class Restoration:
         for name in ("scheduler", "scaler", "data"):
             if getattr(targets, name) is not None and name not in self.shared:
                 problems.append(f"it was saved without {name}=")
+        problems += _other_scheduler(targets.scheduler, self.shared.get("scheduler"))
         for name, given in (("extra", targets.extra), ("per_rank", targets.per_rank)):
             saved = self.shared["extra"] if name == "extra" else (self._own or {}).get("per_rank", given)
             problems += [f"it was saved without {name}[{key!r}]" for key in given if key not in saved]
@@ -121,6 +125,11 @@ class Restoration:
                 problems.append(f"{key} has the shape {list(entry.shape)} there, and {list(value.shape)} in the model")
             elif DTYPES[entry.dtype] is not value.dtype and self._targets.strict:
                 problems.append(f"{key} is {entry.dtype} there, and {value.dtype} in the model; strict=False converts")
+        for key, (buffer, tree) in self._own_buffers(model).items():
+            name = tensor_name(tree)
+            own = None if name is None else self.reader.manifest.tensors.get(own_name(self._rank, name))
+            if own is None or own.shape != tuple(buffer.shape):
+                problems.append(f"this rank's own {key} is not of the shape {list(buffer.shape)} there")
         return problems
 
     def _strangers(self) -> list[str]:
@@ -188,25 +197,43 @@ class Restoration:
 
     # ---------------------------------------------------------------- write into live objects
 
-    def apply(self) -> Restored:
-        """Put everything in its place; all that is read was verified before."""
+    def apply_to_objects(self, undo: Undo) -> Restored:
+        """Put in its place what another one's code takes, and may refuse; ``undo`` knows what was there."""
         targets, result = self._targets, Restored()
         if targets.model is not None:
-            self._restore_model(targets.model)
+            self._try_extra_states(targets.model, undo)
         for optimizer in self._optimizers():
-            optimizer.restore()
+            optimizer.restore(undo)
         for name in ("scheduler", "scaler", "data"):
             target = getattr(targets, name)
             if target is not None:
                 state = self._decoded(self.shared[name])
                 if state:  # that of a scaler that is switched off is empty
+                    undo.keep(name, target)
                     target.load_state_dict(state)
-        result.extra = self._restore_objects(self.shared["extra"], targets.extra, self._decoded, by_name=True)
+        result.extra = self._restore_objects("extra", self.shared["extra"], undo)
         if self._own is None:
             result.notes.append("this rank did not exist when it was saved, and keeps its random numbers")
         else:
-            result.per_rank = self._restore_own(self._own, result)
+            self._restore_own(self._own, result, undo)
         return result
+
+    def apply_to_model(self) -> None:
+        """Write the tensors of the model, which were compared and verified; nothing but the disk can refuse now."""
+        model = self._targets.model
+        if model is None:
+            return
+        plain = unwrap(model)
+        kept = self._state_for(plain)
+        for key, value in plain.state_dict().items():
+            name = tensor_name(self.shared["model"].get(key.replace("_orig_mod.", "")))
+            if name is not None and isinstance(value, torch.Tensor):
+                part = held(value, key)
+                self.reader.fill(part.local, name, part.offsets)
+        # Copies every tensor onto itself, which changes nothing, and lets modules see that they were loaded.
+        plain.load_state_dict(kept, strict=self._targets.strict)
+        for buffer, tree in self._own_buffers(model).values():
+            buffer.copy_(self._decoded_own(tree))
 
     def _decoded(self, tree: Any) -> Any:
         return decode(tree, self.reader.tensor)
@@ -214,64 +241,85 @@ class Restoration:
     def _decoded_own(self, tree: Any) -> Any:
         return decode(tree, lambda name: self.reader.tensor(own_name(self._rank, name)))
 
-    def _restore_model(self, model: nn.Module) -> None:
-        plain = unwrap(model)
-        state, saved = plain.state_dict(), self.shared["model"]
-        kept = {}
-        for key, value in state.items():
+    def _state_for(self, plain: nn.Module) -> dict[str, Any]:
+        """The state to give to the plain model: its own tensors, and what is saved of everything else."""
+        saved, kept = self.shared["model"], {}
+        for key, value in plain.state_dict().items():
             there = saved.get(key.replace("_orig_mod.", ""))
-            if there is None:
-                continue
-            name = tensor_name(there)
-            if name is None:
+            if there is not None and tensor_name(there) is None:
                 kept[key] = self._decoded(there)
-                continue
-            if isinstance(value, torch.Tensor):
-                part = held(value, key)
-                self.reader.fill(part.local, name, part.offsets)
+            elif there is not None and isinstance(value, torch.Tensor):
                 kept[key] = value
-        # Copies every tensor onto itself, which changes nothing, and lets modules see that they were loaded.
-        plain.load_state_dict(kept, strict=self._targets.strict)
+        return kept
 
-    def _restore_own(self, own: dict[str, Any], result: Restored) -> dict[str, Any]:
+    def _try_extra_states(self, model: nn.Module, undo: Undo) -> None:
+        """Let modules take what they keep beside tensors, or refuse it, before a tensor is written."""
+        plain = unwrap(model)
+        kept = self._state_for(plain)
+        before = {key: value for key, value in plain.state_dict().items() if key in kept}
+        if any(not isinstance(value, torch.Tensor) for value in (*kept.values(), *before.values())):
+            own = {key: v if isinstance(v, torch.Tensor) else copy.deepcopy(v) for key, v in before.items()}
+            undo.add("the model", lambda: plain.load_state_dict(own, strict=False))
+            plain.load_state_dict(kept, strict=self._targets.strict)
+
+    def _own_buffers(self, model: nn.Module) -> dict[str, tuple[torch.Tensor, Any]]:
+        """The buffers that each rank has for itself, with what is saved of them."""
+        saved = (self._own or {}).get("buffers", {})
+        if wrapper_of(model) is None:
+            return {}
+        buffers = {key.replace("_orig_mod.", ""): buffer for key, buffer in unwrap(model).named_buffers()}
+        return {key: (buffers[key], tree) for key, tree in saved.items() if key in buffers}
+
+    def _restore_own(self, own: dict[str, Any], result: Restored, undo: Undo) -> None:
+        undo.keep_rng()
         restore_rng(self._decoded_own(own["rng"]))
         if not own["rng"]:
             result.notes.append("it was made from another format and holds no random numbers")
         model = self._targets.model
         if model is not None and "hook" in own:
             if self.is_same_world:
-                note = restore_hook(model, self._decoded_own(own["hook"]))
+                note = restore_hook(model, self._decoded_own(own["hook"]), undo)
             else:
                 note = "what the communication hook left out is dropped, since it belongs to another world size"
             result.notes += [note] if note else []
-        if model is not None and "buffers" in own and wrapper_of(model) is not None:
-            buffers = {key.replace("_orig_mod.", ""): b for key, b in unwrap(model).named_buffers()}
-            for key, tree in own["buffers"].items():
-                if key in buffers:
-                    buffers[key].copy_(self._decoded_own(tree))
-        return self._restore_objects(own["per_rank"], self._targets.per_rank, self._decoded_own, by_name=False)
+        result.per_rank = self._restore_objects("per_rank", own["per_rank"], undo)
 
-    def _restore_objects(
-        self,
-        saved: Mapping[str, Any],
-        given: Mapping[str, Any],
-        decoded: Callable[[Any], Any],
-        *,
-        by_name: bool,
-    ) -> dict[str, Any]:
+    def _restore_objects(self, section: str, saved: Mapping[str, Any], undo: Undo) -> dict[str, Any]:
         """Restore a user's objects, and return the values for all names but those of optimizers that go by name."""
+        given = self._targets.extra if section == "extra" else self._targets.per_rank
+        decoded = self._decoded if section == "extra" else self._decoded_own
         # An optimizer of the model has its state by now, of which this rank may have read its part only.
         model = self._targets.model
-        has_state = {key for key in given if by_name and goes_by_name(saved.get(key)) and is_of(model, given[key])}
+        has_state = {
+            key for key in given if section == "extra" and goes_by_name(saved.get(key)) and is_of(model, given[key])
+        }
         values = {key: decoded(tree) for key, tree in saved.items() if key not in has_state}
         for key, target in given.items():
             if key not in values:
                 continue
-            if isinstance(target, torch.Generator):
-                target.set_state(values[key])
-            elif callable(getattr(target, "load_state_dict", None)):
-                target.load_state_dict(values[key])
+            is_generator = isinstance(target, torch.Generator)
+            if is_generator or callable(getattr(target, "load_state_dict", None)):
+                undo.keep(f"{section}[{key!r}]", target)
+                (target.set_state if is_generator else target.load_state_dict)(values[key])
         return values
+
+
+def _other_scheduler(scheduler: Any, saved: Any) -> list[str]:
+    """Say so if a scheduler of torch's has the state of another kind, which it would take without a word.
+
+    One side alone may have more: a newer torch adds settings.
+    """
+    if not isinstance(scheduler, LRScheduler) or not isinstance(saved, dict):
+        return []
+    known = {name for name in scheduler.state_dict() if not name.startswith("_")}
+    gone, new = sorted(name for name in saved if not name.startswith("_") and name not in known), known - saved.keys()
+    new -= {"verbose"}
+    if not gone or gone == ["verbose"] or not new:
+        return []
+    return [
+        f"scheduler was saved by one of another kind: it has {', '.join(gone)}, and this one, a "
+        f"{type(scheduler).__name__}, has {', '.join(sorted(new))}"
+    ]
 
 
 def _why_not_filled(key: str, target: torch.Tensor) -> str:

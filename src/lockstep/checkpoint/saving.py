@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lockstep.agree.last_words import finish_before_end
-from lockstep.checkpoint.collect import collect
+from lockstep.checkpoint.collect import collect, require_folder
 from lockstep.checkpoint.protocol import Save
 from lockstep.checkpoint.ranks import Ranks, ranks_of
 from lockstep.checkpoint.snapshot import Snapshot, take_snapshot
@@ -129,6 +129,7 @@ def save(
         raise ValueError(f"keep is {keep!r}; keep at least 1, or None for all")
     if on_error not in ("raise", "warn"):
         raise ValueError(f'on_error is {on_error!r}; it must be "raise" or "warn"')
+    folder = require_folder(path)
     if _in_flight is not None:
         before, _in_flight = _in_flight, None
         before.wait()
@@ -144,7 +145,7 @@ def save(
     except Exception as error:
         failure = error
     num_kept = None if keep is None else int(keep)
-    handle = _start(Path(path), snapshot, ranks, int(step), num_kept, on_error, failure, asynchronous)
+    handle = _start(folder, snapshot, ranks, int(step), num_kept, on_error, failure, asynchronous)
     if failure is not None and on_error == "raise":  # the others hear of it in the verdict
         handle._told = True
         handle._done.wait()
@@ -171,7 +172,6 @@ def _start(
     asynchronous: bool,
 ) -> Handle:
     global _in_flight, _pid
-    folder = folder.absolute()
     progress = Progress(step, 0 if snapshot is None else snapshot.num_bytes, shows=ranks.rank == 0)
     handle = Handle(Save(folder, snapshot, ranks, keep=keep, failure=failure, on_bytes=progress.add), step, on_error)
     if asynchronous:

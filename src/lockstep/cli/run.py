@@ -30,7 +30,7 @@ from lockstep.cli import bootstrap
 from lockstep.launch.attempt import Limits
 from lockstep.launch.hosts import run_on_hosts
 from lockstep.launch.spawn import CannotStart, Program
-from lockstep.launch.store import PortTaken
+from lockstep.launch.store import NoLoopback, PortTaken
 from lockstep.launch.supervise import Job, supervise
 from lockstep.testing.faults import BadFault, read_faults, require_rank
 
@@ -129,7 +129,7 @@ def launch(words: Sequence[str]) -> int:
         gc.freeze()  # torch, which is here to stay; the launcher is away sooner if no collection looks through it
         if args.is_supervised:
             return supervise(_job(args, words))
-    except (BadUse, CannotStart, PortTaken) as error:
+    except (BadUse, CannotStart, NoLoopback, PortTaken) as error:
         print(f"lockstep run: error: {error}", file=sys.stderr)
         return EXIT_BAD_USE
     return run_on_hosts(args, _command(words), args.report_dir or settings.report_dir())

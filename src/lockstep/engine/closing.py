@@ -144,7 +144,7 @@ class Closing:
         return Stamp(
             self.union.name,
             step.num_windows,
-            step.kind.value,
+            step.kind._value_,  # which is not looked up in the class first
             step.updates_before if self.union.compares_updates else 0,
             reducer.plan.digest,
             step.frozen,

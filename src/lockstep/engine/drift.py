@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from lockstep import torch_private
 from lockstep.agree.drift import (
@@ -38,14 +38,10 @@ _MOST_WINDOWS_OF_A_STEP = 16  # after so many, an optimizer that has not stepped
 _trains = attrgetter("parameter.requires_grad")
 
 
-class Words(NamedTuple):
-    """What a rank tells: two numbers, each 0 where there is nothing to tell."""
-
-    settings: int = 0
-    weights: int = 0
-
-
-NOTHING = Words()
+# What a rank tells: a number for the settings and one for the weights, each 0 where there is nothing to tell.
+Words = Sequence[int]
+NOTHING: Words = (0, 0)
+_SETTINGS, _WEIGHTS = 0, 1
 
 
 class Drift:
@@ -83,8 +79,9 @@ class Drift:
 
     def look_before_update(self, step: SyncStep) -> None:
         """An optimizer is about to step: see [Note: when]."""
-        self._has_optimizer = True
-        self._look(step, is_before_update=True)
+        self._has_optimizer = self._has_looked = True
+        if self.weights is not None and step.reducer.exchange.is_same_on_all:
+            self.weights.look(step.num_windows, step.reducer.slots)
 
     def look_before_forward(self, step: SyncStep) -> None:
         """A forward with gradients begins: look at weights that no optimizer updates."""
@@ -93,7 +90,7 @@ class Drift:
         if self.weights is None or not step.closing.compares or torch_private.in_backward():
             return
         if not step.num_windows or not self._optimizer_is_to_step(step):
-            self._look(step, is_before_update=False)
+            self._look(step)
 
     def _optimizer_is_to_step(self, step: SyncStep) -> bool:
         """Whether there is an optimizer that has not stepped yet: its first step may take several windows."""
@@ -107,12 +104,13 @@ class Drift:
     def look_before_program(self, step: SyncStep) -> None:
         """A program of the whole step, its update included, begins."""
         if not self._has_looked:
-            self._look(step, is_before_update=False)
+            self._look(step)
 
-    def _look(self, step: SyncStep, *, is_before_update: bool) -> None:
+    def _look(self, step: SyncStep) -> None:
+        """Look as a step begins."""
         self._has_looked = True
         if self.weights is not None and step.reducer.exchange.is_same_on_all:
-            self.weights.look(step.num_windows, step.reducer.slots, is_before_update=is_before_update)
+            self.weights.look(step.num_windows, step.reducer.slots, is_before_update=False)
 
     def open(self, step: SyncStep) -> None:
         """A window begins: what is told at its end is as it is now, before anything is updated."""
@@ -139,22 +137,22 @@ class Drift:
         """What this rank tells."""
         if self._word[0] is not self._last:
             self._word = (self._last, word_of(self._last))
-        return Words(self._word[1], self.weights.word() if self.weights is not None else 0)
+        return self._word[1], self.weights.word() if self.weights is not None else 0
 
     def judge(self, step: SyncStep, told: dict[int, Words]) -> None:
         """Compare the words of the ranks that take part, by rank of the group; raises the same error on all."""
         everyones = list(told.values())
         if not everyones or everyones.count(everyones[0]) == len(everyones):
-            if self.weights is not None and everyones and everyones[0].weights:
+            if self.weights is not None and everyones and everyones[0][_WEIGHTS]:
                 self.weights.forget()  # all have it, and the same
             return
         control = step.closing.union.control
         assert control is not None
         norms = {}
         if self.weights is not None:
-            found = self.weights.compare([words.weights for words in told.values()])
+            found = self.weights.compare([words[_WEIGHTS] for words in everyones])
             norms = {list(told)[place]: norm for place, norm in found.items()}
-        if words_differ((words.settings for words in told.values()), of_shards=self.is_of_shards):
+        if words_differ((words[_SETTINGS] for words in everyones), of_shards=self.is_of_shards):
             self.is_known = not self._is_ahead
             how = "" if self._is_ahead else WEIGHTS_DIFFER
             mine = settings_shown(self._last, [slot.name for slot in step.reducer.slots])

@@ -74,13 +74,15 @@ class Finiteness:
     def look(self, bucket: LiveBucket, num_buckets: int) -> None:
         """Look at a bucket that is about to leave."""
         flat = bucket.flat
-        if self.policy == "ignore" or flat is None or flat.numel() == 0:
+        if self.policy == "ignore" or flat is None:
             return
         if flat.dtype in _WIDE and flat.is_cpu and flat.layout is torch.strided:
             # Nearly always, so it is one call: a sum is an order of magnitude faster than isfinite, and only one that
             # is not finite needs the latter.
             if not math.isfinite(flat.sum().item()) and not bool(flat.isfinite().all()):
                 self._bad.append(bucket.index)
+            return
+        if flat.numel() == 0:
             return
         values = _plain(flat)
         if values.device.type == "cpu" or (self.waits and values.device.type != "cuda"):

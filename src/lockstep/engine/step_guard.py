@@ -18,7 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep import errors
-from lockstep.agree.drift import Settings, Updates, can_change, settings_of, values_of
+from lockstep.agree.drift import SETTINGS, Settings, Updates, can_change, settings_of
 from lockstep.engine import registry
 from lockstep.engine.bucket import Slot, has_lost_hook
 from lockstep.engine.states import State
@@ -43,7 +43,8 @@ class _Share:
     def updates(self, optimizer: torch.optim.Optimizer) -> Updates:
         """What an update now would be (``Updates`` of agree/drift.py)."""
         groups = optimizer.param_groups
-        values = [value for group in groups for value in values_of(group)]
+        # As the groups hold them: settings stay what they are while none is replaced or can change.
+        values = [value for group in groups for value in map(group.get, SETTINGS)]
         if self._values and all(map(is_, values, self._values)):
             return self._updates
         updates: dict[Settings, int] = {}

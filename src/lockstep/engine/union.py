@@ -35,9 +35,10 @@ class Union:
         self.name = name  # of the model, the same on all ranks
         self.check: Check = check
         self._num_bits = 1
-        # What each rank told in the last exchange: a mark (nonfinite.py), and how long it waited in the window before.
+        # What each rank told in the last exchange: a mark (nonfinite.py); how long it waited in the window before, of
+        # those that have data: the others wait for nobody.
         self.marks: list[int] = []
-        self.waits: list[int] = []
+        self.waits: dict[int, int] = {}
         self.drift: dict[int, Words] = {}  # by rank, of those that have data and compare
         # Not where some ranks never update the model themselves, but are given its weights.
         self.compares_updates = True
@@ -104,9 +105,9 @@ class Union:
             transport.audit.before_end(self.name)
         everyones = self.control.start(message, transport.watch).wait(moment)
         self.marks = [numbers[1] for numbers in everyones]
-        self.waits = [numbers[2] for numbers in everyones]
+        self.waits = {r: told[2] for r, told in enumerate(everyones) if told[0] != _JOINED}
         silent = (_JOINED, _UNCHECKED)
-        self.drift = {r: Words(*told[3:_HEAD]) for r, told in enumerate(everyones) if told[0] not in silent}
+        self.drift = {r: told[3:_HEAD] for r, told in enumerate(everyones) if told[0] not in silent}
         middle, end = _HEAD + len(words), len(message)
         united = reduce(or_, (from_words(numbers[_HEAD:middle]) for numbers in everyones))
         counts = None

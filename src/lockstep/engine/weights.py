@@ -58,7 +58,8 @@ class Weights:
 
         What is seen as a step begins is not compared with what another rank saw before an update.
         """
-        number = _number_of_look(window)
+        later = window - _NUM_FIRST_WINDOWS
+        number = window if later < 0 else _NUM_FIRST_WINDOWS + later // _WINDOWS_PER_LOOK
         if self._numbers is not None or not slots or number == self._number:
             return
         self._number = number
@@ -119,12 +120,6 @@ class Weights:
         """Look again in the window that comes next: weights have been made equal."""
         self.forget()
         self._number = -1
-
-
-def _number_of_look(window: int) -> int:
-    """Which of the looks one in this window is."""
-    later = window - _NUM_FIRST_WINDOWS
-    return window if later < 0 else _NUM_FIRST_WINDOWS + later // _WINDOWS_PER_LOOK
 
 
 def _has_passed(event: Any) -> bool:

@@ -12,6 +12,7 @@ from lockstep.observe.moments import StepMoment
 
 _JOINING = StepMoment.JOINING.value
 _TELL_AFTER_SECONDS = 60.0
+_LONGEST_LOOK = 2.0  # what the time between two looks may count for, at most
 # A rank that has ended does not come any more. One that had been here may have ended well, and the others, which wait
 # no longer, have only not said so yet.
 _ENDED_SECONDS, _ENDED_AFTER_JOINING_SECONDS = 2.0, 30.0
@@ -23,7 +24,8 @@ class Arrivals:
     def __init__(self, limit_seconds: float, tell: Callable[[str], None] = lambda text: None) -> None:
         self._limit = limit_seconds
         self._tell = tell
-        self._waiting_since: float | None = None
+        self._last_look: float | None = None  # while some wait
+        self._waited = 0.0
         self._has_told = False
 
     def look(self, places: Mapping[int, Place], running: Mapping[int, int]) -> Cause | None:
@@ -34,14 +36,12 @@ class Arrivals:
         """
         waiting = {rank: place for rank, place in places.items() if rank in running and place.moment == _JOINING}
         if not waiting:
-            self._waiting_since = None
+            self._last_look = None
             return None
         twice = self._claimed_twice(waiting, running)
         if twice is not None:
             return twice
-        if self._waiting_since is None:
-            self._waiting_since, self._has_told = time.monotonic(), False
-        waited = time.monotonic() - self._waiting_since
+        waited = self._count()
         ended = self._ended(waiting, places, running, waited)
         if ended is not None or not self._limit:
             return ended
@@ -54,6 +54,15 @@ class Arrivals:
             if cause is not None:
                 self._tell(cause.text)
         return None
+
+    def _count(self) -> float:
+        """For how many seconds some have been waiting; time in which this process stood still does not count."""
+        now = time.monotonic()
+        if self._last_look is None:
+            self._last_look, self._waited, self._has_told = now, 0.0, False
+        self._waited += min(now - self._last_look, _LONGEST_LOOK)
+        self._last_look = now
+        return self._waited
 
     def _claimed_twice(self, waiting: Mapping[int, Place], running: Mapping[int, int]) -> Cause | None:
         claims = defaultdict(list)
@@ -79,7 +88,7 @@ class Arrivals:
                 continue
             if waited >= (_ENDED_SECONDS if place.rank < 0 else _ENDED_AFTER_JOINING_SECONDS):
                 ranks = ", ".join(map(str, sorted(waiting)))
-                where = "without ever coming there" if place.rank < 0 else f"last seen: {place}"
+                where = "without ever coming there" if place.rank < 0 else f"last seen {place.seen}"
                 text = f"rank(s) {ranks} wait in init_process_group for rank {rank}, which has ended, {where}"
                 return Cause(rank, text)
         return None

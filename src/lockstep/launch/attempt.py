@@ -253,7 +253,9 @@ class Attempt:
         left = self._running
         self._num_looks_left = self._num_looks_left + 1 if 0 < len(left) < len(self._ranks) else 0
         if self._num_looks_left == _LEFT_SECONDS:
-            who = ", ".join(f"rank {facts.rank} (pid {facts.pid}), last seen: {self._place(facts)}" for facts in left)
+            who = ", ".join(
+                f"rank {facts.rank} (pid {facts.pid}), last seen {self._place(facts).seen}" for facts in left
+            )
             say(f"still running {_LEFT_SECONDS:.0f} s after others have ended well: {who}")
 
     # ---------------------------------------------------------------- end
@@ -291,7 +293,9 @@ class Attempt:
         for facts in self._running:
             facts.ending = Ending.ENDED_BY_LAUNCHER
             at_once = facts.was_stopped or facts.rank in hung
-            processes.send(facts.pid, signal.SIGKILL if at_once else signal.SIGTERM, to_session=True)
+            # One that goes on to a last checkpoint needs the workers of its data loaders until then.
+            is_asked = not at_once and settings.signal_mark(self._folder, facts.rank).exists()
+            processes.send(facts.pid, signal.SIGKILL if at_once else signal.SIGTERM, to_session=not is_asked)
         deadline = time.monotonic() + self._limits.grace
         num_signals = len(self._signals.received)
         while self._running and time.monotonic() < deadline and len(self._signals.received) == num_signals:

@@ -64,7 +64,7 @@ def find_cause(ranks: Sequence[RankFacts]) -> Cause:
 
 def _missed(peer: RankFacts, by: str, exit_code: int | None) -> Cause:
     text = f"rank {peer.rank} (pid {peer.pid}) {_absence(peer)}; missed by rank(s) {by}"
-    return Cause(peer.rank, f"{text}; last seen: {peer.place}", peer.place.step, exit_code or 1)
+    return Cause(peer.rank, f"{text}; last seen {peer.place.seen}", peer.place.step, exit_code or 1)
 
 
 def _order(facts: RankFacts) -> tuple[float, bool]:
@@ -76,7 +76,7 @@ def blame(facts: RankFacts, exit_code: int | None = None) -> Cause:
     """This rank was the cause."""
     text = f"rank {facts.rank} (pid {facts.pid}) {facts.how()}"
     if facts.place.time:
-        text += f"; last seen: {facts.place}"
+        text += f"; last seen {facts.place.seen}"
     code = facts.exit_code if exit_code is None else exit_code
     return Cause(facts.rank, text, facts.place.step, code or 1)
 

@@ -50,6 +50,11 @@ class Place:
     def shown_step(self) -> str:
         return str(self.step) if self.step >= 0 else "-"
 
+    @property
+    def seen(self) -> str:
+        """Where it was, as in "last seen in step 3: done" or "last seen before joining a process group"."""
+        return f"in {self}" if self.step >= 0 or self.bucket >= 0 else str(self)
+
     def __str__(self) -> str:
         where = _WORDS.get(self.moment, self.moment)
         if self.bucket >= 0:
@@ -108,8 +113,8 @@ class Page:
         text = self._texts.get((moment, names))
         if text is None:
             text = self._text(moment, names)
-        self._memory[_NUMBERS.size : _SIZE] = text
-        _NUMBERS.pack_into(self._memory, 0, self._pid, *self._claims, step, bucket, time.time_ns())
+        # One copy: packing in place begins by clearing it, and a rank that is killed then would be nowhere.
+        self._memory[:_SIZE] = _NUMBERS.pack(self._pid, *self._claims, step, bucket, time.time_ns()) + text
 
     def _text(self, moment: StepMoment, names: str) -> bytes:
         if len(self._texts) >= _MAX_TEXTS:

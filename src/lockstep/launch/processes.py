@@ -28,18 +28,23 @@ def is_stopped(pid: int) -> bool:
 
 
 def _is_frozen(pid: int) -> bool:
-    for path, kind in _cgroup_files(pid, "freezer", "freezer.state", "cgroup.freeze"):
+    # What is in force, also where it is a cgroup further up that was frozen.
+    for path, kind in _cgroup_files(pid, "freezer", "freezer.state", "cgroup.events"):
         with contextlib.suppress(OSError):
-            if path.read_text().strip() == ("FROZEN" if kind == "v1" else "1"):
+            if ("FROZEN" if kind == "v1" else "frozen 1") in path.read_text().splitlines():
                 return True
     return False
 
 
 def marked(mark: str, besides: Iterable[int] = ()) -> list[int]:
     """Processes whose environment carries ``mark``, as all descendants of a rank do."""
-    wanted, spared = mark.encode(), {os.getpid(), *besides}
+    wanted, spared = os.fsencode(mark), {os.getpid(), *besides}
     found = []
-    for entry in PROC.iterdir() if PROC.exists() else ():
+    try:
+        entries = list(PROC.iterdir())
+    except OSError:  # there is none, or this process has all files open that it may
+        entries = []
+    for entry in entries:
         if entry.name.isdigit() and int(entry.name) not in spared:
             with contextlib.suppress(OSError):
                 variables = (entry / "environ").read_bytes().split(b"\0")

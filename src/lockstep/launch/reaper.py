@@ -18,21 +18,21 @@ ROUNDS = 20  # of looking for processes that started others meanwhile
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
-    watched: list[str] = []
-    for line in sys.stdin:
-        word, _, mark = line.rstrip("\n").partition(" ")
-        if word == "watch":
+    watched: list[bytes] = []  # a path may hold what is no text
+    for line in sys.stdin.buffer:
+        word, _, mark = line.rstrip(b"\n").partition(b" ")
+        if word == b"watch":
             watched.append(mark)
         elif mark in watched:
             watched.remove(mark)
     for mark in watched:
         end_all(mark)
-        shutil.rmtree(os.path.dirname(mark.partition("=")[2]), ignore_errors=True)
+        shutil.rmtree(os.path.dirname(mark.partition(b"=")[2]), ignore_errors=True)
 
 
-def end_all(mark: str) -> None:
+def end_all(mark: bytes) -> None:
     for _ in range(ROUNDS):
-        found = carriers(mark.encode())
+        found = carriers(mark)
         for pid in found:
             try:
                 os.kill(pid, signal.SIGKILL)

@@ -19,6 +19,7 @@ from lockstep.launch.report import Report, write_reports
 from lockstep.launch.run_folder import make_run_folder
 from lockstep.launch.signals import Signals
 from lockstep.launch.spawn import CannotStart, Program, mark_of
+from lockstep.launch.store import NoLoopback, PortTaken
 from lockstep.launch.summary import attempts_table, ranks_table
 
 _MAX_SAME_STEP = 3
@@ -50,12 +51,13 @@ def supervise(job: Job) -> int:
     try:
         while True:
             number = len(attempts)
-            folder = root / f"attempt-{number}"
-            folder.mkdir()
-            guard.tell("watch", folder)
-            attempt = Attempt(job.program, number, folder, signals, job.limits, job.port)
-            attempts.append(attempt.run())
-            guard.tell("forget", folder)
+            try:
+                attempts.append(_run_attempt(job, number, root / f"attempt-{number}", signals, guard))
+            except (CannotStart, NoLoopback, PortTaken) as error:
+                if not attempts:
+                    raise
+                say(f"attempt {number} cannot be begun: {error}")  # how the one before ended is still to be told
+                break
             ended = attempts[-1]
             if ended.outcome is not Outcome.FAILED or not _goes_on(job, attempts):
                 break
@@ -69,7 +71,19 @@ def supervise(job: Job) -> int:
         signals.ignore()
         guard.close()
         shutil.rmtree(root, ignore_errors=True)
+        _remove_empty_logs(str(getattr(getattr(job.program.config, "logs_specs", None), "root_log_dir", "")))
     return shell_exit_code(ended.cause.exit_code)
+
+
+def _run_attempt(job: Job, number: int, folder: Path, signals: Signals, guard: Reaper) -> Ended:
+    try:
+        folder.mkdir()
+    except OSError as error:
+        raise CannotStart(f"no folder can be made: {error}") from error
+    guard.tell("watch", folder)
+    ended = Attempt(job.program, number, folder, signals, job.limits, job.port).run()
+    guard.tell("forget", folder)
+    return ended
 
 
 def _goes_on(job: Job, attempts: Sequence[Ended]) -> bool:
@@ -110,6 +124,14 @@ def leave_report(directory: Path, report: Report) -> None:
         say(f"no report could be written to {directory}: {reason} (--report-dir)")
 
 
+def _remove_empty_logs(folder: str) -> None:
+    """Remove the folders that torch makes for logs, wherever it chose the place itself and nothing was written."""
+    if os.path.basename(folder).startswith("torchelastic_"):
+        for place, _, _ in os.walk(folder, topdown=False):
+            with contextlib.suppress(OSError):
+                os.rmdir(place)  # one that is empty
+
+
 def shell_exit_code(exit_code: int) -> int:
     """A process ended by signal n has exit code -n in Python and 128 + n in a shell."""
     return 128 - exit_code if exit_code < 0 else exit_code
@@ -120,7 +142,7 @@ class Reaper:
 
     def __init__(self) -> None:
         environment = {name: value for name, value in os.environ.items() if name != settings.RUN_FOLDER.name}
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         with contextlib.suppress(OSError):
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", reaper.__file__],
@@ -129,13 +151,12 @@ class Reaper:
                 stderr=subprocess.DEVNULL,
                 env=environment,
                 start_new_session=True,
-                text=True,
             )
 
     def tell(self, word: str, folder: Path) -> None:
         if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(OSError):
-                self._process.stdin.write(f"{word} {mark_of(folder)}\n")
+                self._process.stdin.write(os.fsencode(f"{word} {mark_of(folder)}\n"))
                 self._process.stdin.flush()
 
     def close(self) -> None:

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
+from lockstep.agree.beat import attribute_of
+
 _MAX_ERRORS = 8
 _MAX_CHARS = 20_000
 
@@ -84,7 +86,7 @@ def read_words(folder: Path, rank: int) -> list[Words]:
     """What a rank left, oldest first; what cannot be understood is left out."""
     found = []
     for path in folder.glob(f"rank-{rank}.error-*.json"):
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
             data = json.loads(path.read_text())
             found.append(
                 Words(
@@ -111,7 +113,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def _peers(error: BaseException) -> Iterator[int]:
     for name in ("rank", "ranks"):
-        value = getattr(error, name, None)
+        value = attribute_of(error, name)
         for rank in value if isinstance(value, (list, tuple, set, frozenset)) else [value]:
             if isinstance(rank, int):
                 yield rank

@@ -7,7 +7,7 @@ least: what the others waited more than that is its share.  All ranks have the s
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from statistics import median
 from time import monotonic
 
@@ -27,21 +27,21 @@ class Stragglers:
         self._period: dict[int, float] = {}
         self._since = self._started = monotonic()
 
-    def note(self, waits_us: Sequence[int], rank: int, shown: Callable[[int], int] = int) -> None:
-        """Take what each rank waited in one window; ``shown`` makes global numbers of ranks of the group."""
+    def note(self, waits_us: Mapping[int, int], rank: int, shown: Callable[[int], int] = int) -> None:
+        """Take what each rank that has data waited in one window; ``shown`` makes global ranks of those of a group."""
         if len(waits_us) < 2:
             return
-        last = min(range(len(waits_us)), key=waits_us.__getitem__)
-        others = [wait for other, wait in enumerate(waits_us) if other != last]
+        last = min(waits_us, key=waits_us.__getitem__)
+        others = [wait for other, wait in waits_us.items() if other != last]
         lost = (median(others) - waits_us[last]) / 1e6
         if lost < _LEAST_SECONDS:
             return
         late = shown(last)
         self.seconds[late] = self.seconds.get(late, 0.0) + lost
         self._period[late] = self._period.get(late, 0.0) + lost
-        self._log(rank)
+        self._log(speaks=rank == min(waits_us))
 
-    def _log(self, rank: int) -> None:
+    def _log(self, *, speaks: bool) -> None:
         now = monotonic()
         passed = now - self._since
         if passed < (_FIRST_LOG_SECONDS if self._since == self._started else _LOG_EVERY_SECONDS):
@@ -49,7 +49,7 @@ class Stragglers:
         worst = max(self._period, key=self._period.__getitem__)
         lost = self._period[worst]
         self._since, self._period = now, {}
-        if rank == 0 and lost >= _SHARE_TO_LOG * passed:
+        if speaks and lost >= _SHARE_TO_LOG * passed:
             logger.warning(
                 "Rank %d made the others wait %.0f s of the last %.0f s (%.0f %%): it comes last to the end of steps. "
                 "Look at its data loading, its host, or the work that only it does.",

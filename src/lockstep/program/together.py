@@ -114,7 +114,7 @@ class Together:
                     raise error
             if union.check != "off":
                 with step.telling_peers():
-                    step.drift.judge(step, {rank: Words(*numbers[3:5]) for rank, numbers in enumerate(everyones)})
+                    step.drift.judge(step, {rank: told[3:5] for rank, told in enumerate(everyones)})
             self._judge(step, [numbers[2] for numbers in everyones], micro)
             answers = [numbers[1] for numbers in everyones]
             if _CAN_SOON in answers:
