@@ -68,7 +68,7 @@ class FakeMachine:
                 tensor.copy_(value)
         for parameter, gradient in adding:
             parameter.grad = gradient
-        return FakeRecording(self, run, outputs, grads), outputs
+        return FakeRecording(self, run, outputs, grads, adding), outputs
 
     @contextmanager
     def _nothing_sent(self) -> Iterator[None]:
@@ -129,16 +129,21 @@ def silent_scatter(output: Tensor, mine: Tensor, *_: Any, **__: Any) -> None:
 
 
 class FakeRecording:
-    def __init__(self, machine: FakeMachine, run: Callable[[], Any], outputs: Any, grads: Any) -> None:
+    def __init__(self, machine: FakeMachine, run: Callable[[], Any], outputs: Any, grads: Any, adding: Any) -> None:
         self._machine, self._run, self._outputs = machine, run, outputs
-        self._grads = grads
+        self._grads, self._adding = grads, adding
 
     def replay(self) -> None:
         self._machine.num_replays += 1
         # A replay finds gradients by their addresses, whatever Python has in .grad.
         for parameter, grad in zip(self._machine._model.parameters(), self._grads, strict=True):
             parameter.grad = None if grad is None else grad.detach()
+        before = [(parameter, parameter.grad) for parameter, _ in self._adding]
+        for parameter, grad in self._adding:
+            parameter.grad = None if grad is None else grad.detach()
         results = self._machine.around_replay(self._run)
+        for parameter, grad in before:
+            parameter.grad = grad
         with torch.no_grad():
             for place, value in zip(tensors_in(self._outputs), tensors_in(results), strict=True):
                 place.copy_(value)

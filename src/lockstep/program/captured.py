@@ -373,6 +373,7 @@ class Captured:
             self._num_counted += 1
             self._check_counter()
         note_replay(self._recipe.parallel, is_last=is_last)
+        self._kept.note_replay(is_last=is_last)
         for root in self._recipe.parallel.roots:
             root.note_program()
         # The program's own results are overwritten by its next replay.

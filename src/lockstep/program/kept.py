@@ -56,6 +56,16 @@ class Kept:
             for parameter, kept, has_one in zip(self.adding(), self._tensors, self._flags(), strict=True):
                 parameter.grad = kept.detach() if has_one else None
 
+    def note_replay(self, *, is_last: bool) -> None:
+        """A program has added to it, or reduced it: let ``.grad`` of whole parameters say so, as the loop would."""
+        if self._tensors is None or not self._recipe.parallel.roots:
+            return
+        if not is_last:
+            self.attach()
+            return
+        for parameter in self.adding():
+            parameter.grad = None
+
     def take_edits(self) -> None:
         """Between two micro-steps the user may have done something to ``.grad``: it is done to what programs add to."""
         if self._tensors is None:
