@@ -136,12 +136,9 @@ def capture_on_a_stand_in(names: tuple[str, ...], fails_on: int | None = None) -
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_replays_have_the_bits_of_the_loop(world: int) -> None:
-    names = ("mlp", "gpt", "clip_value", "schedule", "average", "accumulate")
+    names = ("mlp", "gpt", "clip_value", "schedule", "average")
     for counts in run_ranks(world, capture_on_a_stand_in, names):
-        *others, micro_steps = counts
-        assert all(records == 1 and replays > 12 for records, replays in others), counts
-        assert micro_steps[0] == 3, counts
-        assert micro_steps[1] > 48, counts
+        assert all(records == 1 and replays > 12 for records, replays in counts), counts
 
 
 def test_a_capture_that_fails_on_one_rank_leaves_all_in_step() -> None:

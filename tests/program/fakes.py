@@ -35,7 +35,6 @@ class FakeMachine:
         self.places: list[str] = []
         self.wrappers: list[Any] = []
         self.units: list[Any] = []  # of sharded models
-        self.wholes: Callable[[], list[Any]] = list  # their whole parameters, in which micro-batches add up
         self.refusal: Exception | None = None
         self.around_replay: Callable[[Callable[[], Any]], Any] = lambda run: run()
 
@@ -57,8 +56,6 @@ class FakeMachine:
         before = [(t, t.detach().clone()) for t in (*_state_of(self._model, self._optimizers), *self._extra)]
         grads = [None if p.grad is None else p.grad.detach() for p in self._model.parameters()]
         before += [(g, g.clone()) for g in grads if g is not None]
-        adding = [(p, None if p.grad is None else p.grad.detach()) for p in self.wholes()]
-        before += [(g, g.clone()) for _, g in adding if g is not None]
         randomness = torch.get_rng_state()
         with self._nothing_sent():
             outputs = run()
@@ -66,9 +63,7 @@ class FakeMachine:
         with torch.no_grad():
             for tensor, value in before:
                 tensor.copy_(value)
-        for parameter, gradient in adding:
-            parameter.grad = gradient
-        return FakeRecording(self, run, outputs, grads, adding), outputs
+        return FakeRecording(self, run, outputs, grads), outputs
 
     @contextmanager
     def _nothing_sent(self) -> Iterator[None]:
@@ -129,21 +124,16 @@ def silent_scatter(output: Tensor, mine: Tensor, *_: Any, **__: Any) -> None:
 
 
 class FakeRecording:
-    def __init__(self, machine: FakeMachine, run: Callable[[], Any], outputs: Any, grads: Any, adding: Any) -> None:
+    def __init__(self, machine: FakeMachine, run: Callable[[], Any], outputs: Any, grads: Any) -> None:
         self._machine, self._run, self._outputs = machine, run, outputs
-        self._grads, self._adding = grads, adding
+        self._grads = grads
 
     def replay(self) -> None:
         self._machine.num_replays += 1
         # A replay finds gradients by their addresses, whatever Python has in .grad.
         for parameter, grad in zip(self._machine._model.parameters(), self._grads, strict=True):
             parameter.grad = None if grad is None else grad.detach()
-        before = [(parameter, parameter.grad) for parameter, _ in self._adding]
-        for parameter, grad in self._adding:
-            parameter.grad = None if grad is None else grad.detach()
         results = self._machine.around_replay(self._run)
-        for parameter, grad in before:
-            parameter.grad = grad
         with torch.no_grad():
             for place, value in zip(tensors_in(self._outputs), tensors_in(results), strict=True):
                 place.copy_(value)
@@ -178,7 +168,6 @@ def captured_on_a_stand_in(step: Any, setup: Any) -> FakeMachine:
     recipe = step._recipe
     machine.wrappers = recipe.parallel.wrappers
     machine.units = [unit for root in recipe.parallel.roots for unit in root.units]
-    machine.wholes = lambda: [p.full for unit in machine.units for p in unit.parameters if p.full is not None]
     if recipe.average is not None:
         machine._extra += recipe.average.values
     if setup.scaler is not None:

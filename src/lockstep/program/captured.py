@@ -142,8 +142,7 @@ class Captured:
 
     def _look_at_memory(self) -> None:
         """Where parameters or states lie elsewhere now, what was captured would write to where they were."""
-        recipe = self._recipe
-        memory = (memory_of(recipe.parameters, recipe.options.optimizers), tuple(map(id, self._kept.adding())))
+        memory = memory_of(self._recipe.parameters, self._recipe.options.optimizers)
         if memory == self._memory:
             return
         if self._programs:
@@ -373,7 +372,6 @@ class Captured:
             self._num_counted += 1
             self._check_counter()
         note_replay(self._recipe.parallel, is_last=is_last)
-        self._kept.note_replay(is_last=is_last)
         for root in self._recipe.parallel.roots:
             root.note_program()
         # The program's own results are overwritten by its next replay.

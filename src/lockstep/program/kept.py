@@ -6,8 +6,6 @@ and for the loop, so that any of them may run any micro-step of a window.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -28,15 +26,6 @@ class Kept:
         """There are no programs any more that add to it."""
         self._tensors = None
 
-    def adding(self) -> list[Any]:
-        """In whose ``.grad`` micro-steps add up; of a sharded model the whole parameters."""
-        steps = [step for root in self._recipe.parallel.roots for step in root.steps]
-        return [slot.parameter for step in steps for slot in step.reducer.slots] if steps else self._recipe.parameters
-
-    def _flags(self) -> tuple[bool, ...]:
-        """Which of those trained when the window began; of a sharded model they are only those that do."""
-        return self._trained.as_it_began if not self._recipe.parallel.roots else (True,) * len(self.adding())
-
     def begin(self) -> None:
         """A window begins: drop the gradients of the one before."""
         recipe = self._recipe
@@ -44,33 +33,22 @@ class Kept:
             recipe.begin()
             return
         if self._tensors is None:
-            self._tensors = [torch.zeros_like(p) for p in self.adding()]
+            self._tensors = [torch.zeros_like(p) for p in recipe.parameters]
         torch_private.foreach_zero(self._tensors)
-        if recipe.parallel.roots:
-            recipe.begin()  # what shards have comes with the last micro-step
         self.attach()
 
     def attach(self) -> None:
         """Let ``.grad`` be this memory."""
         if self._tensors is not None:
-            for parameter, kept, has_one in zip(self.adding(), self._tensors, self._flags(), strict=True):
+            places = zip(self._recipe.parameters, self._tensors, self._trained.as_it_began, strict=True)
+            for parameter, kept, has_one in places:
                 parameter.grad = kept.detach() if has_one else None
-
-    def note_replay(self, *, is_last: bool) -> None:
-        """A program has added to it, or reduced it: let ``.grad`` of whole parameters say so, as the loop would."""
-        if self._tensors is None or not self._recipe.parallel.roots:
-            return
-        if not is_last:
-            self.attach()
-            return
-        for parameter in self.adding():
-            parameter.grad = None
 
     def take_edits(self) -> None:
         """Between two micro-steps the user may have done something to ``.grad``: it is done to what programs add to."""
         if self._tensors is None:
             return
-        places = zip(self.adding(), self._tensors, self._flags(), strict=True)
+        places = zip(self._recipe.parameters, self._tensors, self._trained.as_it_began, strict=True)
         for parameter, kept in [(parameter, kept) for parameter, kept, has_one in places if has_one]:
             if parameter.grad is None:
                 kept.zero_()

@@ -25,7 +25,9 @@ def why_not_sharded(options: Options, parallel: Parallel) -> list[str]:
         for optimizer in options.optimizers
         if type(optimizer) not in ELEMENTWISE
     ]
-    return found + _of_micro_batches(options, units) + _of_others(options, units)
+    if options.accumulate > 1 and any(map(_reduces_in_another_dtype, units)):
+        found.append("micro-batches add up in reduce_dtype, in memory of the loop (accumulate)")
+    return found + _of_others(options, units)
 
 
 def why_not_captured_sharded(options: Options, parallel: Parallel) -> list[str]:
@@ -34,7 +36,8 @@ def why_not_captured_sharded(options: Options, parallel: Parallel) -> list[str]:
         return []
     units = _units_of(parallel)
     found = _of_models(parallel) + _of_units(units) + _of_others(options, units)
-    found += _of_micro_batches(options, units)
+    if options.accumulate > 1:
+        found.append("micro-batches of sharded models add up whole gradients, in memory of the loop (accumulate)")
     backends = {unit.links.gather.backend(unit.device) for unit in units if not unit.mesh.is_alone}
     found += [f"collectives of {name} cannot be captured, only those of nccl" for name in sorted(backends - {"nccl"})]
     return found
@@ -51,12 +54,6 @@ def _of_models(parallel: Parallel) -> list[str]:
     if len(parallel.sharded) > 1:
         found.append("there are several sharded models in the model")
     return found
-
-
-def _of_micro_batches(options: Options, units: list[Unit]) -> list[str]:
-    if options.accumulate > 1 and any(map(_reduces_in_another_dtype, units)):
-        return ["micro-batches add up in reduce_dtype, in memory of the loop (accumulate)"]
-    return []
 
 
 def _of_others(options: Options, units: list[Unit]) -> list[str]:
