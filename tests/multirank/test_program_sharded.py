@@ -70,7 +70,7 @@ def gathered(mine: Any) -> list[Any]:
 def assert_windows(model: Any, num: int) -> None:
     """Windows and updates are counted as the loop counts them."""
     (step,) = model._lockstep_root.steps
-    assert (step.num_windows, step.num_updates) == (num, num)
+    assert (step.num_windows, step.num_updates) == (num, num), (step.num_windows, step.num_updates)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -312,7 +312,7 @@ def train_uneven(**options: Any) -> None:
         norm = nn.utils.clip_grad_norm_(alone.parameters(), 0.3)
         theirs.step()
     assert not step.explain().reasons, step.explain()
-    assert step.explain().num_program_calls == 19
+    assert step.explain().num_program_calls == 19, str(step.explain())
     torch.testing.assert_close(step.grad_norm, norm, rtol=1e-4, atol=1e-5)
     assert_all_close({name: p.detach() for name, p in alone.named_parameters()}, whole_parameters(model))
     counts = {

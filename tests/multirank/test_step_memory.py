@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from multirank.harness import lockstep_only
+from multirank.harness import lockstep_only, run_ranks
 from multirank.mixes import BLOCKS, WHOLE, Mix, Net, Side, params_of, run_mix, train
 
 pytestmark = [pytest.mark.multirank, lockstep_only]
@@ -93,3 +94,30 @@ def run(name: str, mode: str, backend: str) -> list[str]:
 @pytest.mark.parametrize(("name", "mode", "backend", "world"), params_of(MIXES))
 def test_memory(name: str, mode: str, backend: str, world: int) -> None:
     run_mix(run, MIXES, name, mode, backend, world)
+
+
+def freeze_what_was_added_up(as_view: bool | None) -> None:
+    import lockstep
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    options = {} if as_view is None else {"gradient_as_bucket_view": as_view}
+    model = lockstep.DDP(module, **options)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    frozen = module[0].weight
+    with model.no_sync():
+        model(torch.full((2, 3), rank + 1.0)).sum().backward()
+    looked_at = frozen.grad.detach()  # the same memory
+    alone = looked_at.clone()
+    frozen.requires_grad_(False)
+    model(torch.full((2, 3), rank + 1.0)).sum().backward()
+    everyones = [torch.empty_like(alone) for _ in range(world)]
+    dist.all_gather(everyones, alone)
+    torch.testing.assert_close(frozen.grad, torch.stack(everyones).mean(0))
+    if as_view is False:  # .grad keeps its memory
+        assert torch.equal(looked_at, frozen.grad)
+
+
+@pytest.mark.parametrize("as_view", [None, False, True])
+def test_what_was_added_up_before_freezing_is_reduced(as_view: bool | None) -> None:
+    run_ranks(2, freeze_what_was_added_up, as_view)

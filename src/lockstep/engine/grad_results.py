@@ -54,11 +54,13 @@ class GradResults:
         copy_from: list[Tensor] = []
         with torch.no_grad():
             for position, slot in enumerate(bucket.slots):
-                slot.dirty = False
+                was_dirty, slot.dirty = slot.dirty, False
                 held = slot.held
                 if held is None and bucket.gradients:
                     held = bucket.gradients[position]  # packed, and left in .grad
-                if not slot.parameter.requires_grad or (is_used is not None and not is_used(slot)):
+                # What was added up before a parameter was frozen is reduced, too.
+                is_left = not slot.parameter.requires_grad and not (was_dirty and held is not None)
+                if is_left or (is_used is not None and not is_used(slot)):
                     if slot.is_taken and held is not None:
                         slot.parameter.grad = held
                     continue

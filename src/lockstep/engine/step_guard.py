@@ -98,8 +98,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             before_update(step, lambda: _ids(optimizer))
 
 
-def before_update(step: SyncStep, stepped: Callable[[], set[int]]) -> None:
-    """Some parameters of a model (``stepped``, by ``id``) are about to be updated: count it, and stop what is wrong."""
+def before_update(step: SyncStep, stepped: Callable[[], set[int]], *, in_program: bool = False) -> None:
+    """Some parameters of a model (``stepped``, by ``id``) are about to be updated: count it, and stop what is wrong.
+
+    A program of the whole step (``in_program``) has the gradients for itself, and none are in ``.grad``.
+    """
     step.num_writes += 1
     step.reducer.transport.watch.raise_verdict()
     if step.state is not State.IDLE:
@@ -109,7 +112,7 @@ def before_update(step: SyncStep, stepped: Callable[[], set[int]]) -> None:
         _warn_local(step, stepped())
     elif step.has_forward and step.reducer.world > 1:
         _stop_without_hooks(step, stepped())
-    if step.has_fresh_gradients and (not step.drift.is_of_shards or _has_gradients(step)):
+    if step.has_fresh_gradients and (in_program or not step.drift.is_of_shards or _has_gradients(step)):
         step.has_fresh_gradients = False
         step.num_updates += 1
 

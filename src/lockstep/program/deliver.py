@@ -140,7 +140,7 @@ class Delivery:
             step.before_hand_out = None
             step.forget_pass()
         self._add_remainders()
-        before_update(step, set)
+        before_update(step, set, in_program=True)
         flats, self._flats = self._flats, []
         return flats
 

@@ -38,6 +38,7 @@ _STRUCTURE = ("_parameters", "_buffers", "_modules", *_HOOKS)
 # What every module has; the rest of its attributes are the program's, also those with a name like _this.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _MOST_BYTES = 4096  # of an array: a larger one is data
+_OF_THE_COMPILER = ("__dynamo", "_torchdynamo")  # attributes that it gives to functions when they are first called
 _LONG = (dict, tuple, types.MappingProxyType)
 _Look = Callable[[], Any]
 
@@ -306,6 +307,7 @@ def _seen_by(function: types.FunctionType, names: tuple[str, ...], cells: Any) -
     if function.__kwdefaults__:
         found += function.__kwdefaults__.values()
     if function.__dict__:  # it may come to have attributes later
-        found += _items(function.__dict__)
+        own = {name: v for name, v in function.__dict__.items() if not name.startswith(_OF_THE_COMPILER)}
+        found += _items(own) if own else ()
     found.append(function.__code__)
     return found
