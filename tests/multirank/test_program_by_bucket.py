@@ -105,8 +105,8 @@ def see_nan(mode: str, by_bucket: bool) -> list[str]:
         step(batch)
     if mode == "graph":
         assert step.explain().num_program_calls == 5
-        # The first walks through the loop, which compares at its end; the second traces, and ranks say once more whether
-        # they can.
+        # The first walks through the loop, which compares at its end; in the second, which traces, ranks say once more
+        # whether they can.
         assert exchanges == [6 + 1 + 1], exchanges
     return [line for line in handler.lines if "NaN" in line]
 
