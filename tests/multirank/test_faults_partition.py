@@ -15,7 +15,8 @@ from multirank.test_two_hosts import Host, ip, two_hosts
 
 __all__ = ["two_hosts"]  # a fixture
 
-LATE_S = 10  # of a step that takes 16 s and more: on a busy machine word of an arrival takes its time behind such a link
+# Of a step that takes 16 s and more: on a busy machine word of an arrival takes its time behind such a link.
+LATE_S = 10
 
 SCRIPT = """
     import os, sys, time
