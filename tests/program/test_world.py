@@ -491,8 +491,8 @@ def test_there_is_a_limit_to_all_that_is_compared(monkeypatch: pytest.MonkeyPatc
 
 def test_names_that_a_library_does_not_have_are_not_looked_up() -> None:
     world = World(Net(), Loss())
-    looks: Any = [look for look in world._looks if getattr(look, "args", None)]
-    named = [look.args for look in looks if isinstance(look.args[0], ModuleType)]
+    reads: Any = [look.objects for look in world._looks if getattr(look.objects, "args", None)]
+    named = [read.args for read in reads if isinstance(read.args[0], ModuleType)]
     names = {module.__name__: tuple(known) for module, known in named}
     assert "tanh" in names["torch"]
     assert "sqrt" in names["math"]

@@ -37,11 +37,19 @@ class ModuleGuard:
             for name, value in vars(module).items()
             if isinstance(value, _PLAIN) and (not name.startswith("_") or name == "_is_hf_initialized")
         ]
+        self._identities: list[int] | None = None  # of the values that were read last, see look.py
+        self._plain: list[Any] = []
+        self._values: tuple[Any, ...] = ()
 
     def values(self) -> tuple[Any, ...]:
         """All of them as they are now."""
         held = [entries.get(name) for entries, name, _ in self._places]
-        return tuple([exact(v) if isinstance(v, _PLAIN) else id(v) for v in held])  # it may be anything by now
+        identities = list(map(id, held))
+        if identities != self._identities:
+            self._identities = identities
+            self._plain = [v for v in held if isinstance(v, _PLAIN)]
+            self._values = tuple([exact(v) if isinstance(v, _PLAIN) else id(v) for v in held])  # maybe anything by now
+        return self._values
 
     def changed(self, before: tuple[Any, ...]) -> list[str]:
         """The names of those that are not what they were."""
@@ -178,7 +186,8 @@ def _hashable(value: Any) -> Hashable:
 
 def _address(tensor: Tensor) -> int:
     """Where a tensor lies; of a sharded one, what this rank has."""
-    return (torch_private.local_of(tensor) if hasattr(tensor, "device_mesh") else tensor).data_ptr()
+    is_plain = type(tensor) is nn.Parameter or not hasattr(tensor, "device_mesh")
+    return (tensor if is_plain else torch_private.local_of(tensor)).data_ptr()
 
 
 def memory_of(parameters: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> Hashable:
@@ -187,8 +196,9 @@ def memory_of(parameters: Sequence[Tensor], optimizers: Sequence[torch.optim.Opt
     Without ``parameters``, for a program that is given all tensors anew: only which there are.
     """
     states = tuple((id(o.state), tuple(map(len, o.state.values()))) for o in optimizers)
-    held = [v for o in optimizers for s in o.state.values() for v in s.values()] if parameters else []
-    return (tuple([_address(p) for p in parameters]), states, tuple(id(v) for v in held if isinstance(v, Tensor)))
+    held = [s.values() for o in optimizers for s in o.state.values()] if parameters else []
+    tensors = tuple([id(v) for values in held for v in values if isinstance(v, Tensor)])
+    return (tuple([_address(p) for p in parameters]), states, tensors)
 
 
 def trains(parameters: Sequence[Tensor]) -> tuple[bool, ...]:

@@ -30,10 +30,10 @@ def require_alone(step: Any) -> None:
 
 
 def _why_not_alone(step: Any) -> str:
-    # What is frozen, and has no gradient, adds nothing up.
-    ours = [p for p in step._recipe.parameters if p.requires_grad or p.grad is not None]
     for other in list(_open):
         theirs = set(map(id, other._recipe.parameters)) if other is not step else set()
+        # What is frozen, and has no gradient, adds nothing up.
+        ours = [p for p in step._recipe.parameters if p.requires_grad or p.grad is not None]
         shared = [id(parameter) for parameter in ours if id(parameter) in theirs]
         if not shared:
             continue

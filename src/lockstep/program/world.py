@@ -19,15 +19,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lockstep.program.batch import exact
 from lockstep.program.code import modules_of, reads_of
 from lockstep.program.held import memory
 from lockstep.program.libraries import NOT_LOOKED_INTO, depth_left, is_library, root_of
+from lockstep.program.look import PLAIN, Look
 from lockstep.program.moving import place_look
 from lockstep.shard import ShardedModule
 
-_PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None)))
-_EXACT = frozenset((int, str, bytes, type(None)))  # those that equal the same value only
 _MOST_DEPTH = 8
 _MOST_LOOKS = 20_000  # besides the model's own modules; what lies further away than so many containers is data
 _MOST_WALKED = 256  # entries of a container; of a longer tuple or dict they are compared, and not walked into
@@ -40,7 +38,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _MOST_BYTES = 4096  # of an array: a larger one is data
 _OF_THE_COMPILER = ("__dynamo", "_torchdynamo")  # attributes that it gives to functions when they are first called
 _LONG = (dict, tuple, types.MappingProxyType)
-_Look = Callable[[], Any]
+_Read = Callable[[], list[Any]]
 
 
 class World:
@@ -52,7 +50,7 @@ class World:
 
     def _find(self) -> None:
         self._seen: set[int] = set()
-        self._looks: list[_Look] = []
+        self._looks: list[Look] = []
         self._labels: list[str] = []
         self._tensors: list[tuple[weakref.ref[Tensor], str]] = []  # held by the program alone, and freed with it
         self._modules: dict[int, tuple[types.ModuleType, set[str]]] = {}  # and what is named of each
@@ -70,19 +68,17 @@ class World:
         for holder, names in self._modules.values():
             is_installed = is_library(holder.__name__)
             known = [name for name in sorted(names) if name in vars(holder) or not is_installed]
-            self._looks.append(partial(_of_library if is_installed else _of_module, holder, tuple(known)))
+            self._looks.append(Look(partial(_of_library if is_installed else _of_module, holder, tuple(known))))
             self._labels.append(holder.__name__)
-        self._looks.append(partial(_of_library, Tensor, tuple(sorted(self._names))))
+        self._looks.append(Look(partial(_of_library, Tensor, tuple(sorted(self._names)))))
         self._labels.append("torch.Tensor")
         self._now = self._read()
 
     def values(self) -> Hashable:
         """The world as it is now; what is new in it is looked at from now on."""
-        now = self._read()
-        if now != self._now:
+        if self._read() != self._now:
             self._find()
-            now = self._now
-        return now
+        return self._now
 
     def changed(self, before: Hashable) -> str:
         """Say where anything is not what it was, among what was looked at then; empty if nothing is."""
@@ -100,12 +96,10 @@ class World:
 
     def objects(self) -> list[Any]:
         """What is compared by identity: whoever keeps ``values`` keeps these, or another object may get the number."""
-        return [value for look in self._looks for value in look() if type(value) not in _PLAIN]
+        return [value for look in self._looks for value in look.objects() if type(value) not in PLAIN]
 
     def _read(self) -> tuple[Hashable, ...]:
-        return tuple(
-            [tuple([v if type(v) in _EXACT else _known_by(v) for v in look()]) for look in self._looks],
-        )
+        return tuple([look.value() for look in self._looks])
 
     # ---------------------------------------------------------------- what there is to look at
 
@@ -113,7 +107,7 @@ class World:
         if isinstance(value, Tensor) and id(value) not in self._seen:
             self._seen.add(id(value))
             self._tensors.append((weakref.ref(value), around))
-        if type(value) in _PLAIN or isinstance(value, (Tensor, types.ModuleType)) or depth > _MOST_DEPTH:
+        if type(value) in PLAIN or isinstance(value, (Tensor, types.ModuleType)) or depth > _MOST_DEPTH:
             return
         if id(value) in self._seen:
             return
@@ -125,13 +119,13 @@ class World:
         label = (
             type(value).__name__ if isinstance(value, nn.Module) or not around else f"{around}: {type(value).__name__}"
         )
-        for look, inner in _containers(value):
-            if look is not list:  # what is only passed through cannot change
+        for read, inner in _containers(value):
+            if read is not list:  # what is only passed through cannot change
                 is_module = isinstance(value, nn.Module)
-                self._num_compared += 0 if is_module else len(look())
+                self._num_compared += 0 if is_module else len(read())
                 if self._num_compared > _MOST_COMPARED and not is_module:
                     continue  # data: known by identity to whoever holds it
-                self._looks.append(look)
+                self._looks.append(Look(read, _quick(read)))
                 self._labels.append(label)
             further = depth if isinstance(value, (nn.Module, type)) else depth + 1
             self._waiting.extend([(entry, further, label) for entry in inner])
@@ -166,12 +160,14 @@ class World:
                 self._name(module, reads.names, 0, "")
 
 
-def _known_by(value: Any) -> Hashable:
-    """A number exactly as it is, anything else by identity."""
-    return exact(value) if type(value) in _PLAIN else id(value)
+def _quick(read: _Read) -> Callable[[], Iterable[Any]] | None:
+    """A faster way to all that is read there, and more."""
+    if isinstance(read, partial) and read.func is _of_the_program:
+        return read.args[0].values  # type: ignore[no-any-return]
+    return None
 
 
-def _containers(value: Any) -> Iterator[tuple[_Look, list[Any]]]:
+def _containers(value: Any) -> Iterator[tuple[_Read, list[Any]]]:
     """Ways to look into ``value``, each with what is in there now."""
     if isinstance(value, type):
         if root_of(value.__module__) not in NOT_LOOKED_INTO:
