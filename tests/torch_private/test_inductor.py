@@ -113,7 +113,8 @@ def test_inductor_input() -> None:
 def test_joint_graphs_are_made() -> None:
     from torch._functorch import config
 
-    before = config.enable_autograd_cache
+    before = config.enable_autograd_cache, config.enable_remote_autograd_cache
     with private.joint_graphs_are_made():
         assert not config.enable_autograd_cache
-    assert config.enable_autograd_cache == before
+        assert config.enable_remote_autograd_cache is False
+    assert (config.enable_autograd_cache, config.enable_remote_autograd_cache) == before
