@@ -103,11 +103,11 @@ def test_a_second_start_compiles_nothing_and_launches_the_same(tmp_path: Path) -
     assert first[0]["detaches"]["left"]["offset"] == "the graph computes no gradient for it"
 
     # One rank finds what was kept, and the other compiles; what was kept is for other launches than most of these.
-    kinds = ["small buckets", "frozen", "two of a kind", "freed", "plain", "kept"]
+    kinds = ["small buckets", "frozen", "two of a kind", "freed", "kept"]
     third = run_ranks(2, train_each, kinds, [filled, empty], preload=PRELOAD, limit_s=LIMIT_S)
     for kind in kinds:
         assert third[0][kind]["launches"] == third[1][kind]["launches"], kind
-        found = {"plain": [1, 0], "kept": [1, 0], "two of a kind": [2, 1]}.get(kind, [0, 0])
+        found = {"kept": [1, 0], "two of a kind": [2, 1]}.get(kind, [0, 0])
         assert [rank[kind]["joint hits"] for rank in third] == found, kind
     assert [third[0][kind]["launches"] for kind in ("freed", "kept")] == [[("Model", 1)], [("Model", 0)]]
     assert len(third[0]["small buckets"]["launches"]) > 1
