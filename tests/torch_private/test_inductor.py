@@ -38,7 +38,26 @@ def test_compile_with_inductor() -> None:
     assert passes == ["theirs", "ours"]
 
 
-test_graph_pass = test_compile_with_inductor
+def test_graph_pass() -> None:
+    """Its key is in that of AOTAutograd's cache, which hands out graphs that no pass has seen in this process."""
+    from torch._dynamo.utils import counters
+
+    def weight(x: torch.Tensor) -> torch.Tensor:
+        return x.cos() * 3
+
+    found = []
+    for setting in ("joint_custom_post_pass", "post_grad_custom_post_pass"):
+        for key in ("one", "one", "other"):
+            torch._dynamo.reset()
+            counters.clear()
+            patches = {setting: private.graph_pass(lambda graph: None, f"{setting} {key}")}
+
+            def backend(gm: torch.fx.GraphModule, inputs: object, patches: object = patches) -> object:
+                return private.compile_with_inductor(private.inductor_backend(), gm, inputs, patches)
+
+            torch.compile(weight, backend=backend)(torch.ones(3, requires_grad=True)).sum().backward()
+            found.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert found == [0, 1, 0] * 2
 
 
 def test_inductor_cache_directory() -> None:
@@ -113,7 +132,8 @@ def test_inductor_input() -> None:
 def test_joint_graphs_are_made() -> None:
     from torch._functorch import config
 
-    before = config.enable_autograd_cache
+    before = config.enable_autograd_cache, config.enable_remote_autograd_cache
     with private.joint_graphs_are_made():
         assert not config.enable_autograd_cache
-    assert config.enable_autograd_cache == before
+        assert config.enable_remote_autograd_cache is False
+    assert (config.enable_autograd_cache, config.enable_remote_autograd_cache) == before

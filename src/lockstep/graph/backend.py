@@ -237,18 +237,27 @@ def _compile_with_inductor(
     around: Callable[..., Any] | None = None,
     **options: Any,
 ) -> Callable[..., Any]:
-    patches = {**config, **options.pop("config_patches", {})}
+    given = {**config, **options.pop("config_patches", {})}
     tuning.start()
-    key = record.key()
-    for setting, put in (
-        ("joint_custom_post_pass", joint.put_launches),
-        ("post_grad_custom_post_pass", joint.hoist_launches),
-    ):
-        theirs = torch_private.inductor_setting(setting, patches)
-        patches[setting] = torch_private.graph_pass(partial(put, record=record), f"{setting} {key}", before=theirs)
-    # Which gradients leave together is decided on the joint graph, and the runs of this graph must know it.
-    with torch_private.joint_graphs_are_made():
+
+    def compile() -> Callable[..., Any]:
+        patches, key = dict(given), f"{record.key()} {_settings_around(inputs)}"
+        for setting, put in (
+            ("joint_custom_post_pass", joint.put_launches),
+            ("post_grad_custom_post_pass", joint.hoist_launches),
+        ):
+            theirs = torch_private.inductor_setting(setting, patches)
+            patches[setting] = torch_private.graph_pass(partial(put, record=record), f"{setting} {key}", before=theirs)
         return torch_private.compile_with_inductor(backend, gm, inputs, patches, around)  # type: ignore[no-any-return]
+
+    return _compile_what_is_delivered(compile, record)
+
+
+def _settings_around(inputs: Sequence[Any]) -> str:
+    """What decides what a graph is traced to, and is not in the key of AOTAutograd's cache in all versions of torch."""
+    kinds = sorted({"cpu", *(value.device.type for value in inputs if isinstance(value, Tensor))})
+    casts = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)]
+    return f"{torch.get_default_dtype()} {[(kind, torch.get_autocast_dtype(kind)) for kind in casts]}"
 
 
 def _compile_with_aot(
@@ -276,4 +285,17 @@ def _compile_with_aot(
         "partition_fn": put_launches_and_partition,
         "bw_compiler": hoist_launches_and_compile,
     }
-    return torch_private.aot_backend(changed)(gm, inputs, **options)
+    # What such a backend keeps goes by no key of ours.
+    with torch_private.joint_graphs_are_made():
+        return _compile_what_is_delivered(lambda: torch_private.aot_backend(changed)(gm, inputs, **options), record)  # type: ignore[no-any-return]
+
+
+def _compile_what_is_delivered(compile: Callable[[], Callable[..., Any]], record: GraphRecord) -> Callable[..., Any]:
+    """Compile once more if the groups turn out to be smaller; see joint.py, [Note: found in a cache]."""
+    groups = record.groups
+    try:
+        return compile()
+    except Exception:  # a compiler may put an exception of its own around that of a pass
+        if record.groups == groups:
+            raise
+    return compile()

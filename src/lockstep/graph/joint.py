@@ -3,6 +3,11 @@
 ``put_launches`` works on the joint graph of forward and backward, before it is cut in two: that way the parameters
 which ``launch`` takes become inputs of the backward like anything else it needs.  ``hoist_launches`` works on the
 backward graph when the compiler has finished with it.
+
+[Note: found in a cache]  A process that finds a graph in the compiler's cache runs neither pass, and its runs must know
+all the same what the graph delivers.  So the groups are part of the key, and a graph is kept only if it delivers just
+these: where ``put_launches`` has to leave a parameter out, it raises ``Narrowed`` before it has changed anything, and
+the graph is compiled with the groups that are left, under their key.
 """
 
 from __future__ import annotations
@@ -22,6 +27,10 @@ _NARROW = (torch.bfloat16, torch.float16)
 # What the passes make of a graph; caches outlive an upgrade, so it grows whenever that changes (a test watches it).
 VERSION = 4
 _GROUP_KEY = "lockstep_group"  # in the meta of a launch: which of the record's groups it is
+
+
+class Narrowed(Exception):
+    """The graph does not deliver all of its groups; the record has what is left of them."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,10 @@ class GraphRecord:
 
 
 def put_launches(graph: fx.Graph, record: GraphRecord) -> None:
-    """Let every group's gradients leave the joint graph as views of one launched buffer."""
+    """Let every group's gradients leave the joint graph as views of one launched buffer.
+
+    Raises ``Narrowed`` if some of them do not; see [Note: found in a cache].
+    """
     output = graph.output_node()
     gradient_positions = torch_private.gradient_positions(output)
     inputs = torch_private.plain_inputs(graph)
@@ -86,10 +98,11 @@ def put_launches(graph: fx.Graph, record: GraphRecord) -> None:
     results = list(output.args[0])  # type: ignore[arg-type]
     order = {node: position for position, node in enumerate(graph.nodes)}
     changed = torch_private.inputs_changed(output)
-    placed: list[Group] = []
-    for number, candidate in enumerate(record.groups):
-        group = _with_gradients(candidate, gradient_positions, inputs, changed, results, record.left_out)
-        placed.append(group)
+    groups = [_with_gradients(g, gradient_positions, inputs, changed, results, record.left_out) for g in record.groups]
+    if groups != record.groups:
+        record.groups = groups
+        raise Narrowed
+    for number, group in enumerate(groups):
         if not group.members:
             continue
         computed = [results[gradient_positions[m.input_index]] for m in group.members]
@@ -112,7 +125,6 @@ def put_launches(graph: fx.Graph, record: GraphRecord) -> None:
         torch_private.copy_node_origin(last, flat)
         order[flat] = order[last]
         flat.meta[_GROUP_KEY] = number
-    record.groups = placed
     output.args = (tuple(results),)
     graph.lint()
 

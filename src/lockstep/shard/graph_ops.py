@@ -12,6 +12,10 @@ synchronises, what the communication hook does, which process group it is.  So n
 [Note: views in the graph]  ``parameters`` is there for autograd only, which must not add up a whole unit for every
 parameter.  Below autograd it is plain views of one tensor, which cost nothing when the graph runs.
 
+Its argument ``again`` changes nothing here.  It is the only trace in the graph of what traced.py marks to be gathered
+again, and by which a cache can tell two graphs apart: marks are in no key, and a rank that found the other graph would
+gather when its peers do not.
+
 [Note: anchor]  Gradients do not go through autograd.  The parameters come from an operator of which autograd follows
 only the anchor, a tensor of one element that each store has; its gradient is of no interest, but makes
 autograd run ``scatter`` when the gradients of all parameters of the unit are there, and only in a backward that ends
@@ -54,7 +58,7 @@ _library.define("gathered(Tensor buffer, Tensor key, int full_elements) -> Tenso
 _library.define(
     "whole(Tensor home, Tensor key, int full_elements, ScalarType dtype, bool trains) -> Tensor", tags=_TAGS
 )
-_library.define("parameters(Tensor flat, Tensor anchor, int[] sizes, int[] ndims) -> Tensor[]", tags=_TAGS)
+_library.define("parameters(Tensor flat, Tensor anchor, int[] sizes, int[] ndims, bool again) -> Tensor[]", tags=_TAGS)
 _library.define("scatter(Tensor?[] grads, Tensor anchor) -> Tensor", tags=_TAGS)
 
 _stores: dict[int, tuple[weakref.ref[Unit], weakref.ref[FlatStore]]] = {}  # by the address of the anchor
@@ -222,14 +226,16 @@ class _Parameters(torch.autograd.Function):
 
 
 @torch.library.impl(_library, "parameters", "Autograd")
-def _parameters(flat: Tensor, anchor: Tensor, sizes: list[int], ndims: list[int]) -> list[Tensor]:
+def _parameters(flat: Tensor, anchor: Tensor, sizes: list[int], ndims: list[int], again: bool) -> list[Tensor]:
     if torch.is_grad_enabled() and anchor.requires_grad:
         return list(_Parameters.apply(flat, anchor, sizes, ndims))
     return views_of(flat, sizes, ndims)
 
 
 @torch.library.impl(_library, "parameters", "CompositeExplicitAutograd")
-def _parameters_without_autograd(flat: Tensor, anchor: Tensor, sizes: list[int], ndims: list[int]) -> list[Tensor]:
+def _parameters_without_autograd(
+    flat: Tensor, anchor: Tensor, sizes: list[int], ndims: list[int], again: bool
+) -> list[Tensor]:
     return [view.clone() for view in views_of(flat, sizes, ndims)]  # an operator must not return views
 
 

@@ -56,7 +56,7 @@ def _gather_store(store: Any, again: bool) -> list[Tensor]:
         flat = operators.gathered(buffer, store.key, full_elements)
     if not trains:
         return views_of(flat, sizes, ndims)
-    parameters = operators.parameters(flat, anchor, sizes, ndims)
+    parameters = operators.parameters(flat, anchor, sizes, ndims, again)
     if again:
         torch_private.on_graph_so_far(_mark_last_gather)
     return parameters

@@ -129,11 +129,10 @@ def inductor_input(graph: Any) -> str:
 
 
 def joint_graphs_are_made() -> AbstractContextManager[Any]:
-    """Within this context AOTAutograd makes every joint graph, so that passes over it run; Inductor's cache stays.
+    """Within this context AOTAutograd makes every joint graph, so that what changes it runs; Inductor's cache stays.
 
-    With its cache on, it takes the two halves of a graph that another process made, and whoever has to know what the
-    passes did to them does not.
+    Its own cache has the passes of Inductor in its key, but not the partitioner that a backend of one's own is given.
     """
     from torch._functorch import config
 
-    return config.patch(enable_autograd_cache=False)  # type: ignore[no-any-return]
+    return config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False)  # type: ignore[no-any-return]
