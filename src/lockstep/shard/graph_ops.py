@@ -281,3 +281,7 @@ def _deliver(root: Root, unit: Unit, store: FlatStore, gradients: Sequence[Tenso
         except Exception as error:
             step.tell_peers(error)
             raise
+
+
+for _name, _function in (("gather", _gather), ("gathered", _gathered), ("whole", _whole), ("scatter", _scatter)):
+    torch_private.call_directly(getattr(torch.ops.lockstep, _name).default, _function)
