@@ -124,6 +124,8 @@ class Intake:
 
     def flush_deferred(self) -> None:
         """The next moment has come."""
+        if not self._deferred:
+            return
         deferred, self._deferred = self._deferred, []
         for slot in deferred:
             self.deliver(slot)
@@ -187,6 +189,25 @@ class Intake:
         for slot in slots:
             slot.dirty = True
         self._delivery_came(bucket)
+
+    def take_whole(self, bucket: LiveBucket, slots: Sequence[Slot], gradients: Sequence[Tensor]) -> bool:
+        """As ``expect_delivery`` and ``take_delivery`` of all that a bucket has, which nothing else has come to.
+
+        False, and nothing done, in any other case.
+        """
+        size, step = len(bucket.slots), self._step
+        if len(slots) != size or bucket.num_pending != size or bucket.num_due or bucket.covered is not None:
+            return False
+        if bucket.is_held or bucket.waits_for_end or not step.reducer.exchange.is_linear:
+            return False
+        step.reducer.absorb(bucket, slots, gradients)
+        for slot in slots:
+            slot.dirty = slot.ready = True
+        step.ready_order += slots
+        bucket.num_pending = 0
+        bucket.left_in_graph = True
+        step.send_complete()
+        return True
 
     def leave_delivery(self, bucket: LiveBucket, slots: Sequence[Slot], why: str) -> None:
         """A graph hands these to autograd after all: hooks will bring them."""

@@ -89,6 +89,8 @@ class Reducer:
     def scale_of(self, bucket: LiveBucket) -> float:
         """What this bucket's gradients are multiplied with on their way into its buffer."""
         like = bucket.parameters[0]
+        if self.exchange is not self.mean:
+            return self.exchange.scale(like)  # whatever the dtype
         dtype = self.memory.travel_dtype(bucket)
         return self.exchange.scale(like if like.dtype is dtype else like.new_empty(0, dtype=dtype))
 

@@ -288,9 +288,10 @@ class SyncStep:
             return
         intake = self.intake
         self.reducer.launch(bucket, intake.gradients_of(bucket), takes=intake.context_gradients is None)
-        waits = self.finds_unused or self.static.is_on or intake.brought or self.reducer.finiteness.waits
-        if self.after_bucket is not None and not waits and not self._in_graph():
-            self._collect_landed(bucket)
+        if self.after_bucket is not None:
+            waits = self.finds_unused or self.static.is_on or intake.brought or self.reducer.finiteness.waits
+            if not waits and not self._in_graph():
+                self._collect_landed(bucket)
 
     @property
     def num_left_in_graph(self) -> int:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ from lockstep.shard.parameter import ShardedParameter
 from lockstep.shard.store import spread
 from lockstep.shard.unit import Unit
 
+_dtype_of = attrgetter("dtype")
+
 
 class Load:
     """The live side of a bucket: a unit's parameters of one dtype that train, and how their gradients lie."""
@@ -43,18 +47,18 @@ class Load:
         self._gaps: dict[torch.dtype, list[Tensor]] = {}
         # In a world of one, parameter by parameter: chunks would cost the host more than the copies.
         alone = layout.world == 1 and not layout.has_padding
-        self._places = [cut.shard(0) for cut in layout.cuts] if alone else None
+        self._places = list(zip(*(cut.shard(0) for cut in layout.cuts), strict=True)) if alone else None
 
     def pack(self, gradients: Sequence[Tensor], flat: Tensor) -> bool:
         """Copy all whole gradients into a buffer of all ranks' shards by one kernel, if that is possible."""
         if not self.packs_at_once or len(gradients) != len(self.parameters):
             return False
-        kinds = {(type(gradient), gradient.dtype) for gradient in gradients}
         dtype = gradients[0].dtype
-        if kinds != {(Tensor, dtype)}:
+        if set(map(type, gradients)) != {Tensor} or set(map(_dtype_of, gradients)) != {dtype}:
             return False
         if self._places is not None:
-            torch_private.foreach_copy([torch_private.alias(flat, *place) for place in self._places], list(gradients))
+            parts = list(map(torch_private.alias, repeat(flat), *self._places))
+            torch_private.foreach_copy(parts, list(gradients))
             return True
         parts = list(gradients)
         if any(self.layout.gaps):
@@ -156,9 +160,10 @@ class ScatterFlight:
         self._second: WorkFlight | None = None
         self.landed_ns: int | None = None
         unit, layout = load.unit, load.layout
-        self._mean = load.averages(flat)
+        is_alone = unit.mesh.is_alone
+        self._mean = not is_alone and load.averages(flat)
         self._first: Any = None
-        if unit.mesh.is_alone:
+        if is_alone:
             self.shard = flat
         else:
             self.shard = self._new_shard(flat, layout)

@@ -34,7 +34,6 @@ import torch
 from torch import Tensor
 
 from lockstep import torch_private
-from lockstep.engine.bucket import Slot
 from lockstep.engine.flight import Flight
 from lockstep.engine.grads import accumulate
 from lockstep.engine.states import Kind
@@ -44,7 +43,6 @@ from lockstep.shard.layout import aligned
 from lockstep.shard.own_gather import OwnStore
 from lockstep.shard.root import Root, refuse_compiled_autograd, root_of
 from lockstep.shard.store import FlatStore, spread_flat, start_gather
-from lockstep.shard.team import Team
 from lockstep.shard.unit import Unit
 
 # A CUDA graph must not record what is decided anew in each step.
@@ -153,9 +151,11 @@ def _note_forward(unit: Unit, store: FlatStore, trains: bool) -> None:
         _compare_with_graph(root, store)
         root.attendance.note_forward()
         store.deliveries.note_forward(root.attendance.is_idle)
-        if not all(step.has_forward for step in root.steps):
-            root.follow_replaced()
-            root.note_forward()
+        for step in root.steps:
+            if not step.has_forward:
+                root.follow_replaced()
+                root.note_forward()
+                break
     elif root.teams and unit is root.teams[0].units[0] and not torch_private.in_backward():
         root.follow_replaced()
 
@@ -261,7 +261,7 @@ def _deliver(root: Root, unit: Unit, store: FlatStore, gradients: Sequence[Tenso
     step = team.step
     with step.lane.lock:
         root.note_backward()
-        slots, coming, all_slots = _of_slots(team, store, gradients)
+        slots, coming, all_slots = team.delivered_by(store, gradients)
         if not slots:
             return
         if not step.is_in_pass:
@@ -277,6 +277,8 @@ def _deliver(root: Root, unit: Unit, store: FlatStore, gradients: Sequence[Tenso
             return
         step.intake.flush_deferred()
         try:
+            if num_due == 1 and step.intake.take_whole(bucket, slots, coming):
+                return
             if bucket.num_due == 0:
                 for _ in range(num_due):
                     # All of its parameters: see calls.py, [Note: a unit leaves with its backward].
@@ -287,19 +289,5 @@ def _deliver(root: Root, unit: Unit, store: FlatStore, gradients: Sequence[Tenso
             raise
 
 
-def _of_slots(
-    team: Team, store: FlatStore, gradients: Sequence[Tensor | None]
-) -> tuple[list[Slot], list[Tensor], list[Slot]]:
-    """Whose gradients there are, the gradients, and all that train."""
-    slots: list[Slot] = []
-    coming: list[Tensor] = []
-    all_slots: list[Slot] = []
-    for parameter, gradient in zip(store.parameters, gradients, strict=True):
-        slot = team.slots.get(parameter.name)
-        if slot is None:
-            continue
-        all_slots.append(slot)
-        if gradient is not None and parameter.sharded.requires_grad:
-            slots.append(slot)
-            coming.append(gradient)
-    return slots, coming, all_slots
+for _name, _function in (("gather", _gather), ("gathered", _gathered), ("whole", _whole), ("scatter", _scatter)):
+    torch_private.call_directly(getattr(torch.ops.lockstep, _name).default, _function)

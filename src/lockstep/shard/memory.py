@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lockstep import torch_private
-from lockstep.engine.bucket import LiveBucket, Slot
+from lockstep.engine.bucket import LiveBucket, Slot, are_all_none, have_no_gradient
 from lockstep.engine.memory import NOTHING, GradOwnership
 from lockstep.shard.exchange import Load
 from lockstep.shard.layout import Cut, Piece, Strided
@@ -31,7 +31,7 @@ from lockstep.shard.store import spread
 from lockstep.shard.uneven import Attendance
 
 _MOST_NAMES = 8
-_gradient = attrgetter("leaf.grad")
+_gradient, _grad_of = attrgetter("leaf.grad"), attrgetter("grad")
 
 
 def _plain(gradient: Tensor) -> Tensor:
@@ -95,6 +95,8 @@ class ShardMemory:
         if not self._attendance.counts_as_zero:
             self._move(bucket, slots, gradients)
             bucket.mark_taken(slots)
+        if have_no_gradient(slots):
+            return
         for slot in slots:
             if slot.parameter.grad is not None:
                 self.fold(slot, scale)
@@ -223,14 +225,26 @@ class ShardMemory:
         if load.partial is None:
             own = load.parameters[0].local
             is_same = flat.dtype is own.dtype and flat.device == own.device
+            slots = bucket.slots if is_used is None else list(filter(is_used, bucket.slots))  # frozen by now or not
             with torch.no_grad():
-                for slot in bucket.slots:
-                    if is_used is None or is_used(slot):  # frozen by now or not
+                if not is_same or not self._give_at_once(slots, flat):
+                    for slot in slots:
                         self._give(slot, flat, None if is_same else own)
             for slot in bucket.slots:
                 slot.dirty = False
         # Where replicas reduce it in a later window, it is used in that one too.
         bucket.forget_buffer()
+
+    def _give_at_once(self, slots: Sequence[Slot], flat: Tensor) -> bool:
+        """Give shards without a gradient theirs, to which no hook looks; returns whether there are no others."""
+        homes = list(map(self._homes.__getitem__, slots))
+        shards = [parameter.sharded for parameter, _ in homes]
+        if not are_all_none(map(_grad_of, shards)) or any(map(torch_private.hooks_after, shards)):
+            return False
+        for shard, (_, place) in zip(shards, homes, strict=True):
+            value = torch_private.alias(flat, *place)
+            shard.grad = torch_private.dtensor_around(value, torch_private.spec_of(shard))
+        return True
 
     def _give(self, slot: Slot, flat: Tensor, like: Tensor | None) -> None:
         """Give a shard its gradient, with dtype and device of ``like`` where that has others."""

@@ -24,7 +24,6 @@ from lockstep import errors, torch_private
 from lockstep.engine.module_state import broadcast_tensors
 from lockstep.engine.recovery import reset_together
 from lockstep.engine.states import State
-from lockstep.engine.step import SyncStep
 from lockstep.engine.used import find_tensors, parameters_reached_from
 from lockstep.observe.moments import StepMoment, listeners, reached
 from lockstep.observe.timeline import Timeline, now
@@ -67,6 +66,8 @@ class Root:
             if unit.parameters:
                 by_mesh.setdefault(unit.mesh.mesh, []).append(unit)
         self.teams = [Team(self, members) for members in by_mesh.values()]
+        self._team_of = {unit: team for team in self.teams for unit in team.units}
+        self.steps = [team.step for team in self.teams]
         plan = self.plan
         if self.timeline.rank == 0:
             logger.info("%s", plan)
@@ -80,11 +81,7 @@ class Root:
         return plan_of(self.units)
 
     def team_of(self, unit: Unit) -> Team:
-        return next(team for team in self.teams if unit in team.units)
-
-    @property
-    def steps(self) -> list[SyncStep]:
-        return [team.step for team in self.teams]
+        return self._team_of[unit]
 
     def _flags(self) -> list[bool]:
         return [p.sharded.requires_grad for unit in self.units for p in unit.parameters]
@@ -207,14 +204,15 @@ class Root:
     def note_backward(self) -> None:
         """A backward has come to an output of one of the units."""
         refuse_compiled_autograd()
+        task = torch_private.graph_task_id()
+        if self._end_task == task:
+            return  # it is known already
         for step in self.steps:
             with step.lane.lock:
                 step.note_output_reached()
                 step.lane.queue_end_of_outermost()
-        task = torch_private.graph_task_id()
-        if self._end_task != task:
-            self._end_task = task
-            torch_private.queue_backward_callback(self._end_backward)
+        self._end_task = task
+        torch_private.queue_backward_callback(self._end_backward)
 
     @torch_private.leave_to_python
     def _end_backward(self) -> None:

@@ -9,8 +9,9 @@ autograd, so filling it is not a change that a recorded graph would complain of.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from lockstep.engine.transport import Transport
 from lockstep.shard.deliveries import Deliveries
 from lockstep.shard.layout import FlatLayout, flat_layouts
 from lockstep.shard.parameter import ShardedParameter
+
+_place_of: Callable[[Tensor], int] = Tensor.data_ptr
+_shard_of, _trains = attrgetter("sharded"), attrgetter("sharded.requires_grad")
 
 
 class FlatStore:
@@ -96,9 +100,8 @@ class FlatStore:
             self.settle()
 
     def _places(self) -> list[int]:
-        """Where each shard lies in memory."""
-        local_of = torch_private.local_of
-        return [local_of(parameter.sharded).data_ptr() for parameter in self.parameters]
+        """Where each shard lies in memory; a loop in C, for every gather."""
+        return list(map(_place_of, map(torch_private.local_of, map(_shard_of, self.parameters))))
 
     @property
     def versions(self) -> list[int]:
@@ -122,7 +125,7 @@ class FlatStore:
 
     def flags(self) -> tuple[bool, ...]:
         """Which parameters train."""
-        return tuple([p.sharded.requires_grad for p in self.parameters])  # faster than a generator, for every gather
+        return tuple(map(_trains, self.parameters))  # a loop in C, for every gather
 
     def accumulator(self) -> Any:
         """Autograd's node behind the anchor."""

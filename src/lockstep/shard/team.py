@@ -5,7 +5,11 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import repeat
+from operator import is_not
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from lockstep import errors, torch_private
 from lockstep.agree.board import Board, open_board
@@ -29,6 +33,7 @@ from lockstep.shard.level import GatherLog
 from lockstep.shard.memory import ShardMemory
 from lockstep.shard.mesh import Links, ShardMesh, whole_group
 from lockstep.shard.parameter import ShardedParameter
+from lockstep.shard.store import FlatStore
 from lockstep.shard.unit import Unit
 from lockstep.shard.updates import Tally
 
@@ -56,7 +61,7 @@ class Team:
         self.gather_log = GatherLog(units, mesh.shard_ranks)
         self._lingering: set[ShardedParameter] = set()  # frozen, and with gradients that have not been reduced yet
         plan, slots, loads = self._plan()
-        self.slots = {slot.name: slot for slot in slots}
+        self._use_slots(slots)
         self.memory.use(loads, self.slots)
         reducer = Reducer(plan, slots, units[0].links.scatter, self.memory, root.timeline)
         self.exchange: ScatterExchange | HookExchange = ScatterExchange(reducer.transport, loads)
@@ -163,12 +168,35 @@ class Team:
                 buckets.append(Bucket(len(buckets), specs))
         return Plan(tuple(buckets), BucketCaps(), "units"), slots, loads
 
+    def _use_slots(self, slots: Sequence[Slot]) -> None:
+        self.slots = {slot.name: slot for slot in slots}
+        # Those of a store's parameters, once asked for.
+        self._slots_of: weakref.WeakKeyDictionary[FlatStore, list[Slot | None]] = weakref.WeakKeyDictionary()
+
     def _trains(self, parameter: ShardedParameter) -> bool:
         return parameter.sharded.requires_grad or parameter in self._lingering
 
     @property
     def _leaves(self) -> list[Any]:
         return [parameter.sharded for unit in self.units for parameter in unit.parameters]
+
+    def delivered_by(
+        self, store: FlatStore, gradients: Sequence[Tensor | None]
+    ) -> tuple[Sequence[Slot], Sequence[Tensor], Sequence[Slot]]:
+        """What a graph delivers for a store: whose gradients there are, the gradients, and all that train."""
+        known = self._slots_of.get(store)
+        if known is None:
+            known = self._slots_of[store] = [self.slots.get(parameter.name) for parameter in store.parameters]
+        flags = store.flags()
+        if None not in known and False not in flags and all(map(is_not, gradients, repeat(None))):
+            return known, gradients, known  # type: ignore[return-value]
+        slots: list[Slot] = []
+        coming: list[Tensor] = []
+        for slot, gradient, trains in zip(known, gradients, flags, strict=True):
+            if slot is not None and gradient is not None and trains:
+                slots.append(slot)
+                coming.append(gradient)
+        return slots, coming, [slot for slot in known if slot is not None]
 
     def plan_anew(self) -> None:
         """Take up parameters that were frozen, unfrozen, replaced or cast, between windows."""
@@ -178,7 +206,7 @@ class Team:
         self._lingering = {p for p in (*planned, *partial) if not p.sharded.requires_grad}
         self.step.reset()
         plan, slots, loads = self._plan()
-        self.slots = {slot.name: slot for slot in slots}
+        self._use_slots(slots)
         self.memory.use(loads, self.slots)
         self._tally.mark(self._leaves)
         self.step.reducer.use_plan(plan, slots)

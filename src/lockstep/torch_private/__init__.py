@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lockstep.torch_private.graphs import *
     from lockstep.torch_private.inductor import *
     from lockstep.torch_private.meetings import *
+    from lockstep.torch_private.operators import *
     from lockstep.torch_private.profiler import *
     from lockstep.torch_private.programs import *
     from lockstep.torch_private.shards import *
@@ -170,6 +171,7 @@ _NAMES_BY_PART = {
         "stand_in_for_compiler_collectives",
         "stand_in_for_guard_collectives",
     ),
+    "operators": ("call_directly",),
     "profiler": ("RecordFunction",),
     "programs": (
         "TraceError",
