@@ -194,6 +194,7 @@ _NAMES_BY_PART = {
         "set_local",
         "spec_of",
         "strided_shard",
+        "torch_fully_shard",
     ),
     "tensors": (
         "alias",
