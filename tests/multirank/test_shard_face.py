@@ -299,6 +299,7 @@ def train_with_options() -> None:
         lambda m: fully_shard(m, units="auto"),
         lambda m: fully_shard(m),
         lambda m: fully_shard([m]),
+        lambda m: (fully_shard([m.token, m.norm, m.head]), fully_shard(m)),
         lambda m: shard_by_blocks(m, reshard_after_forward=False),
         lambda m: shard_by_blocks(m, reshard_after_forward=True),
         lambda m: shard_by_blocks(m, offload_policy=CPUOffloadPolicy()),
@@ -367,6 +368,8 @@ def grouped(how: str) -> None:
         called(batch.chunk(world)[rank]).square().mean().backward()
         reference(batch).square().mean().backward()
         assert_close(whole_gradients(module), gradients(reference), f"step {step}")
+    # Once for the forward and once for the backward, of all its modules; a graph may keep what it is about to need.
+    assert module.norm._lockstep_unit.last_gathers.total <= 2
 
 
 def grouped_apart() -> None:
@@ -664,7 +667,9 @@ def train_checkpointed() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
     for kind in (Checkpointed, Reentrant):
-        train_and_compare(replace(CASES["gpt_tied"], build_module=kind))
+        module = train_and_compare(replace(CASES["gpt_tied"], build_module=kind))
+        # The forward that runs again in the backward gathers, and its own backward finds that.
+        assert [block._lockstep_unit.last_gathers.total for block in module.blocks] == [2, 2]
 
     def wrap(module: nn.Module) -> None:
         blocks = set(module.blocks)

@@ -1,6 +1,7 @@
 """What torch and libraries ask a sharded module's state for, by torch's private names: views, which decide nothing.
 
-torch's pipelines reduce by them what micro-batches have added up, and programs look here for meshes and shards.
+torch's pipelines reduce by them what micro-batches have added up, and programs look here for meshes and shards.  They
+have slots, so that whoever looks at all that a module holds (program/world.py) does not come to the unit by them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from lockstep.shard.root import Root, root_of
 from lockstep.shard.unit import Unit
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class State:
     """``FSDPState`` of a unit."""
 
@@ -64,7 +65,7 @@ class State:
         root_of(self.unit).reduce_accumulated()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Context:
     """``FSDPStateContext`` of a model."""
 
@@ -75,7 +76,7 @@ class Context:
         return [State(unit) for unit in self.root.units]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Group:
     """``FSDPParamGroup``: the parameters of a unit."""
 
@@ -132,7 +133,7 @@ class Group:
         root_of(self.unit).reduce_accumulated()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Parameter:
     """``FSDPParam``."""
 
@@ -162,7 +163,7 @@ class Parameter:
         return MeshInfo(self.parameter.mesh)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class MeshInfo:
     """``FSDPMeshInfo``, or ``HSDPMeshInfo`` where shards are replicated."""
 
