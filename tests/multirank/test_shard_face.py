@@ -69,6 +69,8 @@ def look_at_a_module() -> None:
     assert not isinstance(sequence[:1], FSDPModule)
     with pytest.raises(ValueError, match="containers that do not implement forward"):
         fully_shard(nn.ModuleList([nn.Linear(2, 2)]))
+    with pytest.raises(ValueError, match="was sharded by torch's own fully_shard"):
+        fully_shard(nn.Sequential(torchs_fully_shard(nn.Linear(2, 2))))
     scalar = nn.Module()
     scalar.temperature = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ValueError, match="Change temperature to a 1D tensor"):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from lockstep.shard import close, local_ops, optimizer_guard
@@ -135,6 +135,12 @@ def _require_shardable(module: nn.Module) -> None:
         raise AssertionError(
             "Each distinct composable distributed API can only be applied to a module once. fully_shard has already "
             f"been applied to the following module:\n{module}"
+        )
+    other = next((m for m in module.modules() if isinstance(m, FSDPModule) and not isinstance(m, ShardedModule)), None)
+    if other is not None:
+        raise ValueError(
+            f"{type(other).__name__} inside {type(module).__name__} was sharded by torch's own fully_shard. Shard all "
+            "of a model by one of the two: import it from lockstep everywhere, or call lockstep.install() first."
         )
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
         raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
