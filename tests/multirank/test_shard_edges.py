@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
@@ -96,8 +98,45 @@ def train_in_halves() -> None:
         assert_close(whole_gradients(module), gradients(reference), f"half {half}, step {step}")
 
 
+def train_a_pipeline() -> None:
+    """Two stages of torch's pipelining, each sharded over two ranks: it adds up micro-batches, and reduces by hand."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
+    number, rank = mesh["stage"].get_local_rank(), mesh["shard"].get_local_rank()
+    torch.manual_seed(3)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(4)]
+    reference = copy.deepcopy(nn.Sequential(*blocks))
+    mine = nn.Sequential(*blocks[2 * number : 2 * number + 2])
+    theirs = nn.Sequential(*list(reference)[2 * number : 2 * number + 2])
+    for block in mine:
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(mine, mesh=mesh["shard"])
+    stage = PipelineStage(mine, number, 2, torch.device("cpu"), group=mesh["stage"].get_group())
+    schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
+    optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        reference.zero_grad()
+        inputs, targets = torch.randn(2, 2, 8, 8, generator=torch.Generator().manual_seed(step))
+        if number == 0:
+            schedule.step(inputs[rank])
+        else:
+            schedule.step(target=targets[rank])
+        nn.functional.mse_loss(reference(inputs), targets).backward()
+        assert_close(whole_gradients(mine), gradients(theirs), f"stage {number}, step {step}")
+        optimizer.step()
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter -= 0.1 * parameter.grad
+    assert not any(module._lockstep_unit.is_full for module in mine)
+
+
+def train_apart() -> None:
+    train_in_halves()
+    train_a_pipeline()
+
+
 def test_subgroups() -> None:
-    run_ranks(4, train_in_halves)
+    run_ranks(4, train_apart)
 
 
 def train_on_two_meshes() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
@@ -68,12 +69,62 @@ def look_at_a_module() -> None:
     assert not isinstance(sequence[:1], FSDPModule)
     with pytest.raises(ValueError, match="containers that do not implement forward"):
         fully_shard(nn.ModuleList([nn.Linear(2, 2)]))
+    with pytest.raises(ValueError, match="was sharded by torch's own fully_shard"):
+        fully_shard(nn.Sequential(torchs_fully_shard(nn.Linear(2, 2))))
     scalar = nn.Module()
     scalar.temperature = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ValueError, match="Change temperature to a 1D tensor"):
         fully_shard(scalar)
     with pytest.raises(NotImplementedError, match="non-contiguous parameters"):
         fully_shard(nn.Linear(4, 4).to(memory_format=torch.contiguous_format).apply(_transpose))
+    look_at_its_state()
+    compare_with_allclose()
+
+
+def look_at_its_state() -> None:
+    """By torch's own names for it, which libraries and torch's pipelines use."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    module = shard_by_blocks(MLP(), mesh=mesh)
+    state, inner = module._get_fsdp_state(), fully_shard.state(module.layers[2])
+    assert torchs_fully_shard.state(module) == state
+    assert state._is_root is None
+    state._lazy_init()
+    assert (state._is_root, inner._is_root) == (True, False)
+    assert state._state_ctx.all_states[0] == state
+    assert inner in state._state_ctx.all_states
+    assert (state._fsdp_param_group, state._fsdp_param_groups) == (None, [])
+    (group,) = inner._fsdp_param_groups
+    assert group == inner._fsdp_param_group
+    assert [p._param_fqn for p in group.fsdp_params] == ["layers.2.weight", "layers.2.bias"]
+    assert group._module_fqn == "layers.2"
+    assert group.modules == inner._modules == (module.layers[2],)
+    weight = group.fsdp_params[0]
+    assert weight.sharded_param is module.layers[2].weight
+    assert torch.equal(weight._sharded_param_data, module.layers[2].weight.to_local().flatten())
+    assert (group.mesh_info.mesh, group.mesh_info.shard_mesh_dim) == (mesh, 0)
+    assert group.mesh_info.shard_process_group is mesh.get_group()
+    assert (group.mesh_info.shard_mesh_size, group.mesh_info.shard_mesh_rank) == (mesh.size(), mesh.get_local_rank())
+    group.unshard()
+    group.wait_for_unshard()
+    assert group.is_unsharded
+    assert weight.unsharded_param is module.layers[2].weight
+    group.reshard()
+    assert group.is_sharded
+
+
+def compare_with_allclose() -> None:
+    whole = torch.arange(12.0).view(4, 3)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mine = distribute_tensor(whole, mesh, [Shard(0)])
+    assert torch.allclose(mine, distribute_tensor(whole, mesh, [Shard(1)]))
+    assert torch.allclose(mine, DTensor.from_local(whole / mesh.size(), mesh, [Partial()]))
+    assert torch.allclose(mine, distribute_tensor(whole[:1], mesh, [Shard(0)]), atol=10.0)
+    other = whole.clone()
+    other[0, 0] = 1.0  # which only the first rank has
+    assert not torch.allclose(mine, distribute_tensor(other, mesh, [Shard(0)]))
+    assert torch.allclose(mine, distribute_tensor(other, mesh, [Shard(0)]), atol=1.0)
+    with pytest.raises(RuntimeError, match="Compare two DTensors on one mesh"):
+        torch.allclose(mine, whole)
 
 
 def _transpose(module: nn.Linear) -> None:
@@ -250,6 +301,7 @@ def train_with_options() -> None:
         lambda m: fully_shard(m, units="auto"),
         lambda m: fully_shard(m),
         lambda m: fully_shard([m]),
+        lambda m: (fully_shard([m.token, m.norm, m.head]), fully_shard(m)),
         lambda m: shard_by_blocks(m, reshard_after_forward=False),
         lambda m: shard_by_blocks(m, reshard_after_forward=True),
         lambda m: shard_by_blocks(m, offload_policy=CPUOffloadPolicy()),
@@ -318,6 +370,8 @@ def grouped(how: str) -> None:
         called(batch.chunk(world)[rank]).square().mean().backward()
         reference(batch).square().mean().backward()
         assert_close(whole_gradients(module), gradients(reference), f"step {step}")
+    # Once for the forward and once for the backward, of all its modules; a graph may keep what it is about to need.
+    assert module.norm._lockstep_unit.last_gathers.total <= 2
 
 
 def grouped_apart() -> None:
@@ -615,7 +669,9 @@ def train_checkpointed() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
     for kind in (Checkpointed, Reentrant):
-        train_and_compare(replace(CASES["gpt_tied"], build_module=kind))
+        module = train_and_compare(replace(CASES["gpt_tied"], build_module=kind))
+        # The forward that runs again in the backward gathers, and its own backward finds that.
+        assert [block._lockstep_unit.last_gathers.total for block in module.blocks] == [2, 2]
 
     def wrap(module: nn.Module) -> None:
         blocks = set(module.blocks)
@@ -917,7 +973,7 @@ class Halves(torch.Tensor):
         assert note == "a note"
         high, low = outputs
         if out is not None:
-            out.copy_((high + low)[: out.shape[0]])
+            out.copy_(high + low)  # of the whole parameter's shape
             return None
         whole = (high + low).to(param_dtype)
         return whole, (whole,)
@@ -959,7 +1015,14 @@ def wrong_meshes() -> None:
         fully_shard(nn.Embedding(4, 4, sparse=True))
     with pytest.raises(ValueError, match="a factor of 2, not 3"):
         fully_shard(MLP(), reshard_after_forward=3)
-    assert fully_shard(MLP(), reshard_after_forward=2)._lockstep_unit.reshard_after_forward is True
+    module = fully_shard(MLP(), reshard_after_forward=2)
+    assert module._lockstep_unit.reshard_after_forward is True
+    chosen = SimpleNamespace(placement=Shard(1), mesh_info=module._get_fsdp_state()._fsdp_param_group.mesh_info)
+    same = fully_shard(nn.Linear(4, 4, bias=False), shard_placement_fn=lambda parameter: chosen)
+    assert same.weight.placements == (Shard(1),)
+    chosen.mesh_info = SimpleNamespace(mesh=init_device_mesh("cpu", (1, 2)), shard_mesh_dim=1)
+    with pytest.raises(NotImplementedError, match="a mesh for single parameters is not"):
+        fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda parameter: chosen)
 
 
 def test_bad_arguments() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -56,8 +57,14 @@ def test_mark_as_sharded() -> None:
     from torch.distributed._composable.replicate import _is_fully_sharded
 
     module = torch.nn.Linear(2, 2)
-    private.mark_as_sharded(module)
+    private.mark_as_sharded(module, "a state")
     assert _is_fully_sharded(module)
+    assert torch_fsdp.fully_shard.state(module) == "a state"  # type: ignore[attr-defined]
+
+
+def test_torch_fully_shard() -> None:
+    assert private.torch_fully_shard().__name__ == "fully_shard"
+    assert private.torch_fully_shard() is not torch_fsdp.fully_shard  # but what that is around
 
 
 def test_group_memory() -> None:

@@ -9,13 +9,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from lockstep.shard import local_ops, optimizer_guard
+from lockstep.shard import close, local_ops, optimizer_guard
 from lockstep.shard.auto import repeated_blocks
 from lockstep.shard.mesh import ShardMesh, take_mesh
-from lockstep.shard.module import ShardedModule, give_face
+from lockstep.shard.module import ShardedModule, give_face, state_of
 from lockstep.shard.parameter import Owner, ShardedParameter
 from lockstep.shard.root import units_in
 from lockstep.shard.unit import Unit
@@ -61,6 +61,9 @@ def fully_shard(
     return module
 
 
+fully_shard.state = state_of  # type: ignore[attr-defined]
+
+
 def _frees_after_forward(value: bool | int | None, mesh: ShardMesh, dims: Any) -> tuple[bool | None, int]:
     """Whether a unit is freed after its forward, and how many ranks keep it between them then (0: all)."""
     if value is None or isinstance(value, bool):
@@ -95,7 +98,7 @@ def shard_modules(
     owners = _parameters_of(modules, ignored)
     _move_to(mesh.device, [entry[0][1] for entry in owners.values()], _buffers_of(modules, ignored))
     parameters = [
-        ShardedParameter(name, parameter, places, mesh, _dim_of(name, parameter, placement))
+        ShardedParameter(name, parameter, places, mesh, _dim_of(name, parameter, placement, mesh))
         for name, (_, parameter), places in ((entry[0][0], entry[0], entry[1]) for entry in owners.values())
     ]
     unit = Unit(
@@ -117,6 +120,7 @@ def shard_modules(
         give_face(module, unit)
     optimizer_guard.install()
     local_ops.install()
+    close.install()
     return unit
 
 
@@ -131,6 +135,12 @@ def _require_shardable(module: nn.Module) -> None:
         raise AssertionError(
             "Each distinct composable distributed API can only be applied to a module once. fully_shard has already "
             f"been applied to the following module:\n{module}"
+        )
+    other = next((m for m in module.modules() if isinstance(m, FSDPModule) and not isinstance(m, ShardedModule)), None)
+    if other is not None:
+        raise ValueError(
+            f"{type(other).__name__} inside {type(module).__name__} was sharded by torch's own fully_shard. Shard all "
+            "of a model by one of the two: import it from lockstep everywhere, or call lockstep.install() first."
         )
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
         raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
@@ -200,8 +210,13 @@ def _move_to(device: torch.device, parameters: Iterable[Tensor], buffers: Iterab
         tensor.data = tensor.to(device)
 
 
-def _dim_of(name: str, parameter: nn.Parameter, placement: Callable[[nn.Parameter], Any] | None) -> int:
-    chosen = None if placement is None else placement(parameter)
+def _dim_of(
+    name: str, parameter: nn.Parameter, placement: Callable[[nn.Parameter], Any] | None, mesh: ShardMesh
+) -> int:
+    chosen: Any = None if placement is None else placement(parameter)
+    own = getattr(chosen, "mesh_info", None)
+    if own is not None and own.mesh == mesh.mesh and own.shard_mesh_dim == mesh.shard_axis:
+        chosen = chosen.placement
     if chosen is None:
         return 0
     if not isinstance(chosen, Shard):

@@ -91,7 +91,9 @@ class ShardMesh:
 
 
 def take_mesh(mesh: DeviceMesh | None, dims: Any = None) -> ShardMesh:
-    """The mesh given, or all ranks."""
+    """The mesh given, or all ranks, which meet now if they have not."""
+    if mesh is None and not dist.is_initialized():
+        dist.init_process_group()
     if mesh is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         mesh = init_device_mesh("cpu" if accelerator is None else accelerator.type, (dist.get_world_size(),))

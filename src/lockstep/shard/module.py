@@ -22,8 +22,11 @@ from lockstep.shard.loading import follow, take_part_in_loading
 from lockstep.shard.moments import after_forward, before_forward
 from lockstep.shard.reads import note_read
 from lockstep.shard.root import Root, root_of, units_in
+from lockstep.shard.torch_names import State
 from lockstep.shard.traced import Paths, traced_call
 from lockstep.shard.unit import Unit
+
+torch_private.torch_fully_shard()  # which install() is about to replace
 
 
 class ShardedModule(FSDPModule):
@@ -95,9 +98,9 @@ class ShardedModule(FSDPModule):
     def _lockstep_root(self) -> Root:
         return root_of(self._lockstep_unit)
 
-    def _get_fsdp_state(self) -> Any:
-        """What torch's own code asks a sharded module for."""
-        return self._lockstep_unit
+    def _get_fsdp_state(self) -> State:  # type: ignore[override]
+        """What torch's own code and libraries ask a sharded module for."""
+        return State(self._lockstep_unit)
 
     def _lockstep_units(self, recurse: bool = True) -> list[Unit]:
         return [unit for _, unit in units_in(self)] if recurse else [self._lockstep_unit]  # type: ignore[arg-type]
@@ -327,7 +330,7 @@ def give_face(module: nn.Module, unit: Unit) -> None:
     object.__setattr__(module, "_lockstep_unit", unit)
     unit.on_layout = _show_layout
     _show_layout(unit)
-    torch_private.mark_as_sharded(module)
+    torch_private.mark_as_sharded(module, State(unit))
     take_part_in_loading(module, unit)
     module.__class__ = _classes[kind]
 
@@ -350,6 +353,11 @@ def _paths(module: nn.Module, unit: Unit) -> Paths:
                 if way is not None:
                     found.setdefault(way, []).append((name, number, position))
     return tuple((way, tuple(places)) for way, places in found.items())
+
+
+def state_of(module: nn.Module) -> State | None:
+    """What torch's ``fully_shard.state(module)`` gives: a view of its state; None for a module that is not sharded."""
+    return State(module._lockstep_unit) if isinstance(module, ShardedModule) else None
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:

@@ -6,7 +6,8 @@
     after_backward    free
 
 [Note: recomputation]  A checkpoint runs the forward again inside the backward.  The unit is whole then if the
-backward has come to its outputs before; if not (the checkpoint is around the unit), it is an ordinary forward.
+backward has come to its outputs before; if not (the checkpoint is around the unit), it is a forward like any other, but
+that the unit stays whole, since its backward comes next, and is not part of the order of forwards.
 
 [Note: second derivatives]  A backward that is recorded itself (``create_graph``) will be gone through once more, and no
 unit is told when that comes to it.  So what it has gathered stays whole until a backward has brought gradients.
@@ -40,6 +41,8 @@ def before_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs:
     if root.running is None:
         args, kwargs = _move_inputs(unit, args, kwargs)
         root.begin_forward(unit)
+    if is_first or unit.num_modules == 1:
+        unit.calls.begin_round()
     if is_first and unit.num_modules > 1:
         unit.modules_to_run = set(unit.modules)
     unit.phase = Phase.FORWARD
@@ -47,9 +50,9 @@ def before_forward(unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs:
     if not torch_private.in_backward():
         unit.refresh()
     unit.wait()
-    if is_first:
+    if is_first and not torch_private.in_backward():
         for following in root.next_in_forward(unit):
-            if following is not unit and not torch_private.in_backward():
+            if following is not unit:
                 following.start_ahead()
     return _watch_inputs(unit, args, kwargs)
 
@@ -63,7 +66,8 @@ def after_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
         unit.modules_to_run.discard(module)
     if not unit.modules_to_run:
         unit.phase = Phase.IDLE
-        root.note_ran(unit)
+        if not torch_private.in_backward():
+            root.note_ran(unit)
         if _frees_now(unit):
             _require_own_memory(unit, output)
             unit.free_after_forward()
@@ -96,6 +100,8 @@ def _frees_now(unit: Unit) -> bool:
     """
     if root_of(unit).is_recorded:
         return False  # see [Note: second derivatives]
+    if torch_private.in_backward() and torch.is_grad_enabled():
+        return False  # its backward is next, see [Note: recomputation]
     is_open = unit.reshard_after_forward is None and unit.gathers_in_backward
     return unit.frees_after_forward or (is_open and not torch.is_grad_enabled())
 
@@ -142,10 +148,13 @@ def _before_backward(unit: Unit) -> None:
 
 @torch_private.leave_to_python
 def _after_backward(unit: Unit, node: Any) -> None:
-    unit.phase = Phase.IDLE
     root = root_of(unit)
-    if unit.calls.end(node) and unit.parameters:
+    is_over, round_is_over = unit.calls.end(node)
+    if is_over and unit.parameters:
         root.team_of(unit).end_unit(unit)
+    if not round_is_over:
+        return  # see calls.py, [Note: rounds]
+    unit.phase = Phase.IDLE
     if unit.reshard_after_backward and not root.is_recorded:
         unit.reshard()
 

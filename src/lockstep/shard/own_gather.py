@@ -84,7 +84,7 @@ class _Travelling:
             with torch_private.preserve_version_counter(self.outputs):
                 for output, part in zip(self.outputs, parts, strict=True):
                     output.copy_(part)
-        arrived = tuple(output.view(-1, *shape[1:]) for output, shape in zip(self.outputs, self.shapes, strict=True))
+        arrived = tuple(self._laid_out(*each) for each in zip(self.outputs, self.shapes, strict=True))
         if parameter.full is not None:
             with torch_private.preserve_version_counter([parameter.full]):
                 post(arrived, self.note, dtype, out=parameter.full)
@@ -93,6 +93,13 @@ class _Travelling:
         whole = torch.as_strided(whole, parameter.shape, contiguous(parameter.shape), 0)
         parameter.take_full(whole)
         self.sizes = {tensor: tensor.untyped_storage().nbytes() for tensor in (*self.outputs, *inner)}
+
+    def _laid_out(self, output: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Everyone's parts, one behind the other; without what pads the last ones."""
+        whole, parameter = output.view(-1, *shape[1:]), self.parameter
+        num_rows = parameter.shape[0]
+        is_padded = shape == (-(-num_rows // parameter.mesh.world), *parameter.shape[1:])
+        return whole[:num_rows] if is_padded and parameter.dim == 0 else whole
 
     def free(self) -> None:
         for tensor in self.sizes:

@@ -231,6 +231,12 @@ class Root:
             if unit.reshard_after_backward:
                 unit.reshard()
 
+    def reduce_accumulated(self) -> None:
+        """Reduce what backwards that did not synchronise have added up; without a backward, as pipelines do."""
+        for team in self.teams:
+            team.reduce_accumulated()
+        self.free_after_backward()
+
     def _forget_backward(self) -> None:
         """A backward is over, or broke."""
         self._end_task = None

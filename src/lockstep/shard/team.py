@@ -140,6 +140,19 @@ class Team:
                 root.free_after_backward()
             self._end_window()
 
+    def reduce_accumulated(self) -> None:
+        """Reduce what passes that did not synchronise have added up, without a backward."""
+        step = self.step
+        with step.lane.lock:
+            if step.is_in_pass or not step.holds_local_gradients:
+                return
+            try:
+                step.begin_pass()
+                step.settle_pass(is_inner=False)
+                step.end_pass(is_inner=False)
+            finally:
+                step.forget_pass()
+
     def _plan(self) -> tuple[Plan, list[Slot], list[Load]]:
         slots: list[Slot] = []
         loads: list[Load] = []

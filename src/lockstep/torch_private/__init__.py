@@ -196,6 +196,7 @@ _NAMES_BY_PART = {
         "set_local",
         "spec_of",
         "strided_shard",
+        "torch_fully_shard",
     ),
     "tensors": (
         "alias",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import cache
 from operator import attrgetter
@@ -70,11 +71,23 @@ def strided_shard(dim: int, split_factor: int) -> Any:
     return _StridedShard(dim, split_factor=split_factor)
 
 
-def mark_as_sharded(module: Any) -> None:
-    """Let torch's other functions of this kind (``replicate``) know that the module is looked after."""
-    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+def mark_as_sharded(module: Any, state: Any) -> None:
+    """Let torch's other functions of this kind (``replicate``, pipelines) know that the module is looked after.
+
+    ``state`` is what torch's own ``fully_shard.state(module)`` then gives; it has no public way in.
+    """
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+    module.__dict__.setdefault(STATE_KEY, {})[torch_fully_shard()] = state
+
+
+@cache
+def torch_fully_shard() -> Any:
+    """The function by which torch keeps the state of a sharded module; asked for while torch's own is there."""
+    from torch.distributed.fsdp._fully_shard import _fully_shard
+
+    return inspect.unwrap(_fully_shard.fully_shard)
 
 
 def group_memory(process_group: Any, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
