@@ -5,6 +5,7 @@ The limit of a wait is set far above that of the run: a rank that waited for not
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -190,3 +191,22 @@ def test_ranks_take_no_turns_where_inductor_runs_collectives(tmp_path: Path) -> 
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), **NEVER}
     meetings = run_ranks(2, train_where_inductor_meets_ranks, env=env, preload=PRELOAD, limit_s=LIMIT_S)
     assert meetings == [2, 2]
+
+
+def with_backends_that_differ() -> None:
+    import lockstep
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    plain = copy.deepcopy(model)
+    inputs = [torch.randn(5, 3) for _ in range(2)]
+    ddp = lockstep.DDP(model, bucket_cap_mb=1)  # sizes are given: only a rank that cuts its graph asks for a plan
+    run = torch.compile(ddp, backend=["eager", "aot_eager"][dist.get_rank()])
+    run(inputs[dist.get_rank()]).square().sum().backward()
+    sum(plain(x).square().sum() / 2 for x in inputs).backward()
+    for mine, right in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, right.grad)
+
+
+def test_a_rank_that_cuts_its_graph_does_not_wait_for_one_that_has_no_plan_to_tell() -> None:
+    run_ranks(2, with_backends_that_differ, preload=PRELOAD, limit_s=LIMIT_S)

@@ -106,18 +106,31 @@ class Sometimes(Halves):
 
 
 def follow_up_hook_with_unused() -> list[Tensor]:
-    """PowerSGD starts more collectives from a backend thread, while the used parameters are exchanged."""
+    """PowerSGD starts more collectives from a backend thread, while the used parameters are exchanged.
+
+    With ``check="collective"``, whoever of the group asks for it, which thread starts them makes no difference either.
+    """
+    return [
+        *_follow_up_hook_with_unused(check="step", beside="step"),
+        *_follow_up_hook_with_unused(check="step", beside="collective"),
+        *_follow_up_hook_with_unused(check="collective", beside="collective"),
+    ]
+
+
+def _follow_up_hook_with_unused(*, check: str, beside: str) -> list[Tensor]:
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 
     import lockstep
 
     torch.manual_seed(0)
-    ddp = lockstep.DDP(Sometimes(), find_unused_parameters=True, bucket_cap_mb=0.00005)
+    other = lockstep.DDP(nn.Linear(1, 1), check=beside)
+    ddp = lockstep.DDP(Sometimes(), find_unused_parameters=True, bucket_cap_mb=0.00005, check=check)
     state = power.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.1)
     ddp.register_comm_hook(state, power.powerSGD_hook)
     for step in range(8):
         ddp.zero_grad()
         ddp(mine(batch(step)), use_extra=step % 2 == 0).pow(2).mean().backward()
+    assert other.module.weight.grad is None
     return [p.grad for p in ddp.parameters() if p.grad is not None]
 
 

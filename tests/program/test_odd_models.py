@@ -48,7 +48,7 @@ class ByIdentity(Mlp):
 
 class Stopping(Mlp):
     def forward(self, x: Tensor) -> Tensor:
-        known = [w for w in (self.first.weight,) if isinstance(w, nn.Parameter)]
+        known = [w for w in (self.first.weight,) if type(w) is nn.Parameter]
         return super().forward(x) * (1 + 0 * next(iter(known)).sum())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 from collections import deque
@@ -54,6 +55,49 @@ def bare() -> float:
 by_word = 1.0
 
 
+class Answering:
+    """Answers for what it does not have, and with errors of its own."""
+
+    __slots__ = ("known",)
+
+    def __getattr__(self, name: str) -> float:
+        return self.known[name]  # type: ignore[no-any-return]
+
+
+answering = Answering()
+answering.known = {"iota": 1.0}
+count = ctypes.c_double(1.0)
+shown = memoryview(bytearray([1]))
+kept = torch.ones(1)
+
+
+class Config:
+    def __init__(self) -> None:
+        self.alpha = 1.0
+
+
+class Kind(type):
+    @property
+    def kappa(cls) -> float:
+        return Kind.value
+
+    value = 1.0
+
+
+class OfKind(metaclass=Kind):
+    pass
+
+
+class Plain(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Tripled(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * x
+
+
 def reset_python() -> None:
     """All that is set below, as it is in the beginning."""
     global factor
@@ -63,6 +107,9 @@ def reset_python() -> None:
     vars(bare).clear()
     globals()["by_word"] = 1.0
     variable.set(1.0)
+    answering.known["iota"] = count.value = Kind.value = 1.0
+    shown[0] = 1
+    vars(kept).clear()
 
 
 class Net(nn.Module):
@@ -72,18 +119,22 @@ class Net(nn.Module):
         super().__init__()
         self.first, self.act, self.last = nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)
         self.register_buffer("shift", torch.zeros(1))
-        self.config = SimpleNamespace(alpha=1.0)
+        self.config = Config()
         self.table = {"beta": 1.0}
         self.scales = [1.0]
         self._hidden = [{"theta": 1.0}]
         self.long = dict.fromkeys(range(1000), 1.0)
         self.step = 1.0
+        self.first.weight.factor = 2.0  # type: ignore[attr-defined]
+        self.shift.mark = {"lambda": 1.0}  # type: ignore[attr-defined]
+        self.passed = Plain()
 
     def scaled(self, y: Tensor) -> Tensor:
         return y * self.step * self.long[700]
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.scaled(self.last(F.relu(self.act(self.first(x)))))
+        y = self.passed(self.scaled(self.last(F.relu(self.act(self.first(x))))))
+        y = y * getattr(self.first.weight, "factor", 1.0) * getattr(self.shift, "mark", {"lambda": 5.0})["lambda"]
         y = y * self.config.alpha * self.table["beta"] * self.scales[0] + self.shift
         return y * self.eta * self._hidden[0]["theta"] * Settings.gamma
 
@@ -97,7 +148,9 @@ class Loss:
     def __call__(self, model: nn.Module, x: Tensor, *, by_keyword: float = 1.0) -> Tensor:
         x = (lambda y: torch.tanh(y) * math.sqrt(by_keyword))(x) * self[0]
         more = slotted.delta * helper() * bare() * float(array[0]) * variable.get()
-        return model(x).square().mean() * self.weight * factor * more
+        more *= answering.iota * count.value * shown[0] * OfKind.kappa * getattr(kept, "mu", 1.0)
+        penalty = sum((p.square().sum() for p in model.parameters() if hasattr(p, "factor")), torch.zeros(()))
+        return model(x).square().mean() * self.weight * factor * more + 0.01 * penalty
 
 
 class Scene(SimpleNamespace):
@@ -146,6 +199,46 @@ def set_array(scene: Scene) -> None:
 
 def set_variable(scene: Scene) -> None:
     variable.set(3.0)
+
+
+def set_answer(scene: Scene) -> None:
+    answering.known["iota"] = 3.0
+
+
+def set_ctypes(scene: Scene) -> None:
+    count.value = 3.0
+
+
+def set_through_a_view(scene: Scene) -> None:
+    shown[0] = 3
+
+
+def set_metaclass(scene: Scene) -> None:
+    Kind.value = 3.0
+
+
+def set_attribute_of_parameter(scene: Scene) -> None:
+    scene.model.first.weight.factor = 3.0  # type: ignore[attr-defined]
+
+
+def set_new_attribute_of_parameter(scene: Scene) -> None:
+    scene.model.last.weight.factor = 3.0  # type: ignore[attr-defined]
+
+
+def set_attribute_of_buffer(scene: Scene) -> None:
+    scene.model.shift.mark["lambda"] = 3.0  # type: ignore[attr-defined]
+
+
+def set_attribute_of_tensor(scene: Scene) -> None:
+    kept.mu = 3.0  # type: ignore[attr-defined]
+
+
+def replace_entries_of_object(scene: Scene) -> None:
+    scene.model.config.__dict__ = {"alpha": 3.0}
+
+
+def replace_class_of_module(scene: Scene) -> None:
+    scene.model.passed.__class__ = Tripled
 
 
 def set_hidden(scene: Scene) -> None:
@@ -276,6 +369,8 @@ EVENTS: list[Callable[[Scene], None]] = [
         set_variable,
         set_hidden,
     ),
+    *(set_answer, set_ctypes, set_through_a_view, set_metaclass, set_attribute_of_tensor, set_attribute_of_buffer),
+    *(set_attribute_of_parameter, set_new_attribute_of_parameter, replace_entries_of_object, replace_class_of_module),
     delete_state_of_one,
     *(set_deep, set_long, set_default, replace_method, replace_operator, replace_function_of_python),
     *(replace_function_of_torch, replace_functional, replace_functional_that_torch_calls, replace_forward_of_torch),

@@ -53,6 +53,7 @@ _ENOUGH_OF_THE_MODEL = 0.8
 
 
 _INTENTION = "intention to compile"
+_FIRST_PLAN = "plan for the first compiled graph"
 # Reasons for which a bucket leaves after a graph, and nothing is wrong.
 _AS_MEANT = ("compiled autograd", REST_CAME_LATER)
 # By group and by the plan before the choice: what was chosen in this process.
@@ -211,9 +212,13 @@ class Compilation:
             return  # once, since a later graph may be compiled on some ranks only
         self._has_settled = True
         plan = self._plan_of_parts(split_groups) if split_groups is not None else self._plan_by_pace(gm, slots)
-        if self._peers.board is not None and (split_groups is not None or self._link is not None):
+        is_open = split_groups is not None or self._link is not None
+        if self._peers.board is not None and not is_open:
+            # Ranks whose backend cuts the graph ask all; nobody waits for them here.
+            self._peers.board.post(f"{_FIRST_PLAN}/{self._peers.rank}", "none")
+        elif self._peers.board is not None:
             mine = "none" if plan is None else plan.to_json()
-            told = self._peers.watch.gather("plan for the first compiled graph", mine, settings.agreement_timeout())
+            told = self._peers.watch.gather(_FIRST_PLAN, mine, settings.agreement_timeout())
             if plan is None or "none" in told.values():
                 return
             plan = setup.choose_plan(list(plan.parameters), self._caps, Plan.from_json(told[0]))

@@ -12,7 +12,9 @@ import json
 import traceback
 import weakref
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +36,7 @@ class CollectiveAudit:
         self._watch = watch
         self._number = 0
         self._foreign: deque[str] = deque(maxlen=_NUM_REMEMBERED)
+        self._hooks: dict[object, int] = {}  # those under way, each with the thread that it was called in
         torch_private.watch_collectives(process_group, self._before_foreign)
 
     def connect(self, watch: Watch) -> None:
@@ -50,6 +53,16 @@ class CollectiveAudit:
         """Compare a collective of ours; raise on all ranks if it would be paired with another."""
         self._compare(f"{name}, {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}", "")
 
+    def begin_hook(self) -> Callable[[Any], None]:
+        """Take what other threads start from now on for a hook's, which was compared as a whole; returns the end."""
+        key = object()
+        self._hooks[key] = get_ident()
+
+        def end(_: Any = None) -> None:
+            self._hooks.pop(key, None)
+
+        return end
+
     def before_end(self, model: str) -> None:
         """Compare the exchange that ends a step, by the name of the model that it is of.
 
@@ -59,6 +72,9 @@ class CollectiveAudit:
 
     def _before_foreign(self, operation: str) -> None:
         """Compare a collective that anyone starts on the group, unless this package is what started it."""
+        callers = set(self._hooks.copy().values())
+        if callers and get_ident() not in callers:
+            return  # of a hook: what follows its first collective runs in a thread of the backend, or in the hook's own
         stack = traceback.extract_stack()
         if any(frame.filename.startswith(_PACKAGE) for frame in stack[:-2]):
             return
@@ -110,3 +126,8 @@ def audit_of(process_group: Any, watch: Watch) -> CollectiveAudit:
     if audit is None:
         audit = _audits[process_group] = CollectiveAudit(process_group, watch)
     return audit
+
+
+def known_audit_of(process_group: Any) -> CollectiveAudit | None:
+    """The audit of a process group, if any model has asked for one."""
+    return _audits.get(process_group)

@@ -123,10 +123,12 @@ class HookExchange:
         return 1.0
 
     def start(self, bucket: LiveBucket, flat: Tensor, *, is_last: bool) -> Flight:
-        self._transport.announce_hook(f"bucket {bucket.index} by the hook {self.name}", flat)
+        ended = self._transport.announce_hook(f"bucket {bucket.index} by the hook {self.name}", flat)
         try:
             future = self.hook(self.state, GradBucket(bucket, flat, is_last=is_last))
         except Exception as error:
+            if ended is not None:
+                ended(None)
             names, rank = bucket.spec.names, self._transport.shown_rank
             error.add_note(
                 f"lockstep: raised by the communication hook {self.name} on rank {rank} for bucket "
@@ -134,5 +136,9 @@ class HookExchange:
             )
             raise
         if not (callable(getattr(future, "wait", None)) and callable(getattr(future, "then", None))):
+            if ended is not None:
+                ended(None)
             raise errors.bad_hook_result(self.name, type(future).__name__)
+        if ended is not None:
+            future.then(ended)
         return HookFlight(future, self.name, self._transport.on_stream(flat.device))

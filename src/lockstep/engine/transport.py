@@ -18,7 +18,7 @@ from torch import Tensor
 from lockstep import torch_private
 from lockstep.agree.watch import Watch
 from lockstep.engine.aloft import Aloft
-from lockstep.engine.audit import CollectiveAudit
+from lockstep.engine.audit import CollectiveAudit, known_audit_of
 from lockstep.engine.flight import Moment, WorkFlight
 from lockstep.engine.patient import PatientWork
 
@@ -146,9 +146,11 @@ class Transport:
             self._aloft = Aloft(self.watch, partial(_abort, self.process_group))
         return self._aloft.note
 
-    def announce_hook(self, name: str, flat: Tensor) -> None:
-        """A communication hook is about to start collectives of its own on this group."""
+    def announce_hook(self, name: str, flat: Tensor) -> Callable[[Any], None] | None:
+        """A communication hook is about to start collectives of its own on this group; returns whom to tell its end."""
         self._before(name, flat)
+        audit = known_audit_of(self.process_group)  # another model of the group may have asked for it
+        return None if audit is None else audit.begin_hook()
 
     def keep_order_of(self, reducer: Any) -> None:
         """Finish what this reducer has under way before anything else is started on the group, by whomever.

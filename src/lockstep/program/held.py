@@ -42,6 +42,40 @@ class InPlaceOf(TorchFunctionMode):
         return value
 
 
+# Attributes that are not the program's: what this package and the compiler note on a tensor.
+_NOTED = ("_lockstep", "_dynamo", "__dynamo")
+
+
+def attributes_of(tensor: Tensor) -> dict[str, Any]:
+    """What a program keeps on a tensor in Python: marks, factors, configurations."""
+    return {name: value for name, value in vars(tensor).items() if not name.startswith(_NOTED)}
+
+
+class Likenesses:
+    """Gives tensors that stand in the place of others what a program can see of these in Python."""
+
+    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        self._given: list[tuple[Tensor, dict[str, Any], set[str]]] = []
+        for own, tensor in pairs:
+            attributes = attributes_of(own)
+            for name in attributes:
+                if hasattr(tensor, name):
+                    raise Untraceable(f"a tensor has an attribute {name}, which tensors have of their own in a trace")
+            self._given.append((tensor, attributes, set(vars(tensor))))
+            vars(tensor).update(attributes)
+            if isinstance(own, torch.nn.Parameter):
+                tensor._is_param = True  # what torch asks for: isinstance(tensor, nn.Parameter)
+
+    def require_unchanged(self) -> None:
+        """Raise if a step has set, removed or replaced an attribute: of the stand-in, which nobody sees again."""
+        for tensor, before, of_the_trace in self._given:
+            now = {name: v for name, v in attributes_of(tensor).items() if name not in of_the_trace}
+            now.pop("_is_param", None)
+            changed = [name for name in {**before, **now} if before.get(name, self) is not now.get(name, self)]
+            if changed:
+                raise Untraceable(f"the step sets an attribute of a tensor, {changed[0]}")
+
+
 def give_what_is_held(graph: fx.GraphModule, known: Mapping[str, Tensor]) -> list[Tensor]:
     """Make inputs, the last ones, of the tensors that a traced step holds; returns them.
 

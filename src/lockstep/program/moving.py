@@ -34,7 +34,7 @@ def place_look(value: Any) -> Callable[[], list[Any]] | None:
         return partial(_of_numpy, value)
     if isinstance(value, types.GeneratorType):
         return partial(_of_frame, value)
-    if isinstance(value, (bytearray, array.array)):
+    if isinstance(value, (bytearray, array.array, memoryview)) or type(value).__mro__[-2].__module__ == "_ctypes":
         return partial(_of_bytes, value)
     if isinstance(value, Iterator) and type(value).__module__ in _ITERATORS_OF:
         return partial(_of_iterator, value)
@@ -64,8 +64,11 @@ def _of_frame(source: types.GeneratorType[Any, Any, Any]) -> list[Any]:
     return [frame.f_lasti, *(v if isinstance(v, _PLAIN) else id(v) for v in frame.f_locals.values())]
 
 
-def _of_bytes(source: bytearray | array.array[Any]) -> list[Any]:
-    content = bytes(source)
+def _of_bytes(source: Any) -> list[Any]:
+    try:
+        content = memoryview(source).tobytes()
+    except (TypeError, ValueError):  # of ctypes, too: a pointer's target, a function, memory that was released
+        return []
     return [content if len(content) <= _MOST_BYTES else hash(content)]
 
 

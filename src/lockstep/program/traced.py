@@ -21,7 +21,7 @@ from lockstep.engine.bucket import local_part
 from lockstep.graph.compare import place_of
 from lockstep.program.batch import Batch, map_tensors, tensors_in
 from lockstep.program.deliver import Delivery
-from lockstep.program.held import InPlaceOf
+from lockstep.program.held import InPlaceOf, Likenesses
 from lockstep.program.places import operator_shown
 from lockstep.program.recipe import Recipe, loss_of
 from lockstep.program.shard_trace import ShardTrace
@@ -194,8 +194,11 @@ class WholeStep:
         own = dict(self._recipe.options.model.named_parameters(remove_duplicate=False)) | self._buffers
         pairs = [(own[name.removeprefix("model.")], tensor) for name, tensor in named.items()]
         batch = self._batch.rebuilt(given.batch)
+        likenesses = Likenesses(pairs)
         with InPlaceOf(pairs):
-            return torch.func.functional_call(_Holder(self._recipe), named, (batch, backward))
+            result = torch.func.functional_call(_Holder(self._recipe), named, (batch, backward))
+        likenesses.require_unchanged()
+        return result
 
     def _share(self, result: Any, given: Inputs) -> Tensor:
         """What the backward of a micro-step begins with."""

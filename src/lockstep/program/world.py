@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lockstep.program.code import modules_of, reads_of
-from lockstep.program.held import memory
+from lockstep.program.held import attributes_of, memory
 from lockstep.program.libraries import NOT_LOOKED_INTO, depth_left, is_library, root_of
 from lockstep.program.look import PLAIN, Look
 from lockstep.program.moving import place_look
@@ -107,6 +107,10 @@ class World:
         if isinstance(value, Tensor) and id(value) not in self._seen:
             self._seen.add(id(value))
             self._tensors.append((weakref.ref(value), around))
+            marks = partial(_of_tensor, weakref.ref(value))
+            self._looks.append(Look(marks))
+            self._labels.append(f"{around}: an attribute of a tensor" if around else "an attribute of a tensor")
+            self._waiting.extend([(entry, depth + 1, around) for entry in marks()])
         if type(value) in PLAIN or isinstance(value, (Tensor, types.ModuleType)) or depth > _MOST_DEPTH:
             return
         if id(value) in self._seen:
@@ -162,9 +166,9 @@ class World:
 
 def _quick(read: _Read) -> Callable[[], Iterable[Any]] | None:
     """A faster way to all that is read there, and more."""
-    if isinstance(read, partial) and read.func is _of_the_program:
-        return read.args[0].values  # type: ignore[no-any-return]
-    return None
+    if not isinstance(read, partial) or read.func not in _QUICK:
+        return None
+    return partial(_QUICK[read.func], *read.args)
 
 
 def _containers(value: Any) -> Iterator[tuple[_Read, list[Any]]]:
@@ -175,12 +179,14 @@ def _containers(value: Any) -> Iterator[tuple[_Read, list[Any]]]:
             yield look, look()
         if issubclass(value, nn.Module) and is_library(value.__module__):
             yield partial(_functions_of, value), []
+        yield list, [type(value)]
     elif isinstance(value, nn.Module):
         hooks = [hook for name in _HOOKS for hook in vars(value)[name].values()]
-        yield partial(_structure_of, vars(value)), [*value._modules.values(), *value._buffers.values(), *hooks]
+        marks = [mark for p in value._parameters.values() if p is not None for mark in attributes_of(p).values()]
+        yield partial(_structure_of, value), [*value._modules.values(), *value._buffers.values(), *hooks, *marks]
         is_ours = type(value).__module__.startswith("lockstep") and not isinstance(value, ShardedModule)
         if not (is_ours or "_orig_mod" in value._modules):
-            look = partial(_of_the_program, vars(value))
+            look = partial(_of_the_program, value)
             yield look, look()
             yield list, list(type(value).__mro__)
     elif isinstance(value, types.FunctionType):
@@ -205,16 +211,20 @@ def _containers(value: Any) -> Iterator[tuple[_Read, list[Any]]]:
             yield look, look() if len(value) <= _MOST_WALKED else []
     elif (place := place_look(value)) is not None:
         yield place, []
-    elif callable(getattr(value, "__array__", None)):
-        if getattr(value, "nbytes", _MOST_BYTES) < _MOST_BYTES and hasattr(value, "tobytes"):
+    elif callable(getattr(type(value), "__array__", None)):  # of its class: a __getattr__ may answer with any error
+        if getattr(value, "nbytes", _MOST_BYTES) < _MOST_BYTES and hasattr(type(value), "tobytes"):
             yield partial(_bytes_of, value), []
-    elif hasattr(value, "__dict__") or _slots_of(type(value)):
-        if hasattr(value, "__dict__"):
-            yield partial(_items, vars(value)), list(vars(value).values())
-        if slots := _slots_of(type(value)):
+    else:
+        slots = _slots_of(type(value))
+        has_entries = type(value).__dictoffset__ != 0
+        if has_entries:
+            look = partial(_of_object, value)
+            yield look, look()
+        if slots:
             look = partial(_of_slots, value, slots)
             yield look, look()
-        yield list, list(type(value).__mro__)
+        if slots or has_entries:
+            yield list, list(type(value).__mro__)
 
 
 def _of_class(kind: type) -> list[Any]:
@@ -275,16 +285,44 @@ def _of_slots(value: Any, slots: tuple[str, ...]) -> list[Any]:
     return [getattr(value, name, None) for name in slots]
 
 
-def _structure_of(entries: Mapping[str, Any]) -> list[Any]:
-    found: list[Any] = []
+def _structure_of(module: nn.Module, marks_of: Callable[[Tensor], dict[str, Any]] = attributes_of) -> list[Any]:
+    entries = vars(module)
+    found: list[Any] = [type(module)]
     for name in _STRUCTURE:
         if held := entries[name]:
             found += (name, *held.values())
+    for parameter in entries["_parameters"].values():
+        if parameter is not None and vars(parameter):
+            found += _flat(marks_of(parameter))
     return found
 
 
-def _of_the_program(entries: Mapping[str, Any]) -> list[Any]:
-    return [v for name, v in entries.items() if name not in _OF_EVERY_MODULE and not name.startswith("_lockstep")]
+def _all_of_structure(module: nn.Module) -> list[Any]:
+    return _structure_of(module, vars)
+
+
+def _of_the_program(module: nn.Module) -> list[Any]:
+    own = vars(module).items()
+    return [v for name, v in own if name not in _OF_EVERY_MODULE and not name.startswith("_lockstep")]
+
+
+def _all_of_module(module: nn.Module) -> Iterable[Any]:
+    return vars(module).values()
+
+
+def _of_tensor(reference: weakref.ref[Tensor]) -> list[Any]:
+    """What Python knows of a tensor: whether it has a gradient, and its attributes."""
+    tensor = reference()
+    return [] if tensor is None else [tensor.requires_grad, *_flat(attributes_of(tensor))]
+
+
+def _of_object(value: Any) -> list[Any]:
+    """What an object holds now, in the dict that it has now, and of which class it is now."""
+    return [type(value), *_items(vars(value))]
+
+
+def _flat(entries: Mapping[str, Any]) -> list[Any]:
+    return [*entries.keys(), *entries.values()]
 
 
 def _items(value: Any) -> list[Any]:
@@ -307,3 +345,10 @@ def _seen_by(function: types.FunctionType, names: tuple[str, ...], cells: Any) -
         found += _items(own) if own else ()
     found.append(function.__code__)
     return found
+
+
+# Where most looks go: by the way to what counts, the way to all that is there.
+_QUICK: dict[Callable[..., Any], Callable[..., Iterable[Any]]] = {
+    _structure_of: _all_of_structure,
+    _of_the_program: _all_of_module,
+}
