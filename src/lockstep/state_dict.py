@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
@@ -19,6 +20,15 @@ def unwrap(model: nn.Module) -> nn.Module:
             model = model._orig_mod  # type: ignore[assignment]
         else:
             return model
+
+
+def own_state(model: nn.Module) -> dict[str, Any]:
+    """The state dict of the plain model with the tensors it computes with, where a class would give whole copies."""
+    plain = unwrap(model)
+    giving: Any = (getattr(module, "giving_shards", None) for module in plain.modules())
+    with next((found(plain) for found in giving if found is not None), nullcontext()):
+        state: dict[str, Any] = plain.state_dict()
+    return state
 
 
 def plain_key(key: str) -> str:

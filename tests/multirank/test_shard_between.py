@@ -117,6 +117,9 @@ def test_evaluations_and_dropped_gradients(how: str) -> None:
 
 def replace_weights(how: str) -> str:
     sides = Sides(seeded(MLP), how)
+    whole = {name: parameter.full_tensor().detach() for name, parameter in sides.module.named_parameters()}
+    with pytest.raises(RuntimeError, match="was replaced"):  # by no more than the first call of all
+        torch.func.functional_call(sides.module, whole, (batch(0, 0),))
     sides.backward(0)
     layer = sides.module.layers[2]
     layer.weight = nn.Parameter(layer.weight.detach() * 0.5)

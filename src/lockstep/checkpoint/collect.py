@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.checkpoint.hook_state import hook_state, wrapper_of
+from lockstep import torch_private
+from lockstep.checkpoint.hook_state import hook_state, keeps_own_buffers, steps_of, wrapper_of
 from lockstep.checkpoint.optimizers import can_go_by_name, optimizer_state, parameter_names
 from lockstep.checkpoint.pieces import Held, held
 from lockstep.checkpoint.rng import rng_state
 from lockstep.checkpoint.tree import TAG, encode
-from lockstep.state_dict import unwrap
+from lockstep.state_dict import own_state, unwrap
 
 _COMPILED = "_orig_mod."
 
@@ -63,7 +64,7 @@ class Collected:
 
 def plain_keys(model: nn.Module) -> dict[str, Any]:
     """Return the state of the plain model, by names without any wrapper."""
-    return {key.replace(_COMPILED, ""): value for key, value in unwrap(model).state_dict().items()}
+    return {key.replace(_COMPILED, ""): value for key, value in own_state(model).items()}
 
 
 def collect(
@@ -134,12 +135,11 @@ def _tied_parameters_first(state: dict[str, Any], parameters: set[str]) -> list[
 
 def _own_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that data parallelism leaves to each rank, which differ between ranks for good."""
-    wrapper: Any = wrapper_of(model)
-    if wrapper is None or getattr(wrapper, "forward_sync_buffers", wrapper.broadcast_buffers):
+    if not keeps_own_buffers(model):
         return {}
-    plain = unwrap(model)
-    kept = set(plain.state_dict())
-    return {key.replace(_COMPILED, ""): buffer for key, buffer in plain.named_buffers() if key in kept}
+    kept = plain_keys(model)
+    named = ((key.replace(_COMPILED, ""), buffer) for key, buffer in unwrap(model).named_buffers())
+    return {key: buffer for key, buffer in named if key in kept and torch_private.shard_of(buffer) is None}
 
 
 def _copy_of(model: nn.Module) -> int:
@@ -149,8 +149,7 @@ def _copy_of(model: nn.Module) -> int:
 
 
 def _require_whole_step(model: nn.Module) -> None:
-    step = getattr(wrapper_of(model), "step", None)
-    if step is not None and step.holds_local_gradients:
+    if any(step.holds_local_gradients for step in steps_of(model)):
         raise ValueError(
             "the model holds gradients of no_sync() that were not reduced yet, and gradients are not part of a "
             "checkpoint: save after optimizer.step(), not between the passes of an accumulation"

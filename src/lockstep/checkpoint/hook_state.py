@@ -26,14 +26,37 @@ def wrapper_of(model: nn.Module) -> nn.Module | None:
     return None
 
 
+def sharded_in(model: nn.Module) -> list[Any]:
+    """Find the sharded models in one, each by its outermost module."""
+    units = ((module, vars(module).get("_lockstep_unit")) for module in model.modules())
+    return [module for module, unit in units if unit is not None and unit.parent is None]
+
+
+def steps_of(model: nn.Module) -> list[Any]:
+    """What reduces the gradients of a model, replicated or sharded."""
+    step = getattr(wrapper_of(model), "step", None)
+    roots = [module._lockstep_unit.root for module in sharded_in(model)]  # None before the first use
+    sharded = [step for root in dict.fromkeys(roots) if root is not None for step in root.steps]
+    return [*([] if step is None else [step]), *sharded]
+
+
+def keeps_own_buffers(model: nn.Module) -> bool:
+    """Whether data parallelism leaves buffers to each rank, so that they differ between ranks for good."""
+    wrapper: Any = wrapper_of(model)
+    if wrapper is not None:
+        return not getattr(wrapper, "forward_sync_buffers", wrapper.broadcast_buffers)
+    roots = [module._lockstep_unit.root for module in sharded_in(model)]
+    return any(root is None or not root.syncs_buffers for root in roots)
+
+
 def hook_of(model: nn.Module) -> Any:
     """Return the state that was given to ``register_comm_hook``, None where there is none."""
-    wrapper: Any = wrapper_of(model)
-    step = getattr(wrapper, "step", None)
-    if step is not None:
-        return getattr(step.reducer.exchange, "state", None)
-    hooks = getattr(wrapper, "_comm_hooks", None)  # torch's own class
-    return hooks[0][1] if hooks else None
+    states = (getattr(step.reducer.exchange, "state", None) for step in steps_of(model))
+    found = next((state for state in states if state is not None), None)
+    hooks = getattr(wrapper_of(model), "_comm_hooks", None)  # torch's own class
+    if found is not None or not hooks:
+        return found
+    return hooks[0][1]
 
 
 def hook_state(model: nn.Module) -> dict[str, Any] | None:

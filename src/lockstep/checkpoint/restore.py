@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checkpoint.collect import plain_keys
-from lockstep.checkpoint.hook_state import restore_hook, wrapper_of
+from lockstep.checkpoint.hook_state import restore_hook, sharded_in, wrapper_of
 from lockstep.checkpoint.manifest import STATE, state_of
 from lockstep.checkpoint.optimizers import SavedOptimizer, goes_by_name, is_of
 from lockstep.checkpoint.pieces import held
@@ -24,7 +24,7 @@ from lockstep.checkpoint.tree import decode, tensor_name, tensor_names
 from lockstep.checkpoint.undo import Undo
 from lockstep.errors import CheckpointDamaged, bullet_list
 from lockstep.plan import Plan
-from lockstep.state_dict import unwrap
+from lockstep.state_dict import own_state, unwrap
 
 
 @dataclass
@@ -225,12 +225,13 @@ class Restoration:
             return
         plain = unwrap(model)
         kept = self._state_for(plain)
-        for key, value in plain.state_dict().items():
+        for key, value in kept.items():
             name = tensor_name(self.shared["model"].get(key.replace("_orig_mod.", "")))
             if name is not None and isinstance(value, torch.Tensor):
                 part = held(value, key)
                 self.reader.fill(part.local, name, part.offsets)
-        # Copies every tensor onto itself, which changes nothing, and lets modules see that they were loaded.
+        # Copies every tensor onto itself, which changes nothing, and lets modules see that they were loaded; a class
+        # whose state dict holds copies takes them.
         plain.load_state_dict(kept, strict=self._targets.strict)
         for buffer, tree in self._own_buffers(model).values():
             buffer.copy_(self._decoded_own(tree))
@@ -244,7 +245,7 @@ class Restoration:
     def _state_for(self, plain: nn.Module) -> dict[str, Any]:
         """The state to give to the plain model: its own tensors, and what is saved of everything else."""
         saved, kept = self.shared["model"], {}
-        for key, value in plain.state_dict().items():
+        for key, value in own_state(plain).items():
             there = saved.get(key.replace("_orig_mod.", ""))
             if there is not None and tensor_name(there) is None:
                 kept[key] = self._decoded(there)
@@ -256,7 +257,7 @@ class Restoration:
         """Let modules take what they keep beside tensors, or refuse it, before a tensor is written."""
         plain = unwrap(model)
         kept = self._state_for(plain)
-        before = {key: value for key, value in plain.state_dict().items() if key in kept}
+        before = {key: value for key, value in own_state(plain).items() if key in kept}
         if any(not isinstance(value, torch.Tensor) for value in (*kept.values(), *before.values())):
             own = {key: v if isinstance(v, torch.Tensor) else copy.deepcopy(v) for key, v in before.items()}
             undo.add("the model", lambda: plain.load_state_dict(own, strict=False))
@@ -265,7 +266,7 @@ class Restoration:
     def _own_buffers(self, model: nn.Module) -> dict[str, tuple[torch.Tensor, Any]]:
         """The buffers that each rank has for itself, with what is saved of them."""
         saved = (self._own or {}).get("buffers", {})
-        if wrapper_of(model) is None:
+        if wrapper_of(model) is None and not sharded_in(model):
             return {}
         buffers = {key.replace("_orig_mod.", ""): buffer for key, buffer in unwrap(model).named_buffers()}
         return {key: (buffers[key], tree) for key, tree in saved.items() if key in buffers}

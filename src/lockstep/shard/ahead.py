@@ -69,6 +69,10 @@ class GatherOrder:
         """What comes next begins anew."""
         self._last = None
 
+    def unlearn(self) -> None:
+        """Know no successor: those of this rank may not be those of the others."""
+        self._successor.clear()
+
     def drop(self) -> None:
         """Wait for what was begun and is not wanted."""
         for started in self._ahead.values():
@@ -104,3 +108,9 @@ class GatherOrders:
         for order in (self._forward, self._backward, self._evaluation):
             order.drop()
             order.end()
+
+    def begin_anew(self) -> None:
+        """After an error, which ranks may have met at different places: all of them learn the orders again."""
+        self.forget()
+        for order in (self._forward, self._backward, self._evaluation):
+            order.unlearn()

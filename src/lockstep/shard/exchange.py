@@ -236,6 +236,10 @@ class HookExchange:
         return "; ".join([self._inner.name, *said, *_said_of_buffers(self.loads)])
 
     @property
+    def state(self) -> Any:
+        return self._inner.state
+
+    @property
     def keeps_order(self) -> bool:
         return self._inner.keeps_order
 

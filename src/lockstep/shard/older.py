@@ -195,6 +195,11 @@ class FullyShardedDataParallel(nn.Module):
     get_state_dict_type = staticmethod(older_state.get_state_dict_type)
     state_dict_type = staticmethod(older_state.state_dict_type)
 
+    @staticmethod
+    def giving_shards(module: nn.Module) -> AbstractContextManager[None]:
+        """Within this context ``state_dict()`` holds the shards themselves, whatever was chosen."""
+        return older_state.state_dict_type(module, StateDictType.SHARDED_STATE_DICT)
+
     optim_state_dict = staticmethod(older_optim.optim_state_dict)
     optim_state_dict_to_load = staticmethod(older_optim.optim_state_dict_to_load)
     full_optim_state_dict = staticmethod(older_optim.full_optim_state_dict)

@@ -325,7 +325,7 @@ class Root:
             team.memory.forget(team.step.reducer.slots)
         for unit in self.units:
             unit.reshard()
-        self.orders.forget()
+        self.orders.begin_anew()
 
 
 def refuse_compiled_autograd() -> None:
@@ -402,6 +402,8 @@ def _make_root(top: Unit) -> Root:
     for member in units:
         member.require_real()
     _refuse_shared(units)
+    # A root that is made while something else stands in the place of shards would have no names for them.
+    Registered(parameter for member in units for parameter in member.parameters).follow()
     try:
         return Root(top, units)
     except BaseException:
