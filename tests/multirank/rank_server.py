@@ -340,7 +340,14 @@ def preload(modules: list[str], sys_path: list[str]) -> list[ModuleType]:
     for path in sys_path:
         if path not in sys.path:
             sys.path.append(path)
-    return [importlib.import_module(name) for name in modules]
+    found = []
+    for name in modules:
+        try:
+            found.append(importlib.import_module(name))
+        except ModuleNotFoundError:
+            if not name.startswith("torch."):  # else a part that this version of torch does not have
+                raise
+    return found
 
 
 @functools.cache

@@ -317,3 +317,14 @@ def test_when_compiling_fails() -> None:
         torch.compile(broken, backend="eager", fullgraph=True)(torch.ones(2, 3), torch.ones(2, 3))
     assert caught.value.__notes__.count("told") == 1
     torch.compile(broken, backend="eager", fullgraph=True)(torch.ones(2, 3), torch.ones(3, 2))
+
+
+def test_is_exporting() -> None:
+    class Asks(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1 if private.is_exporting() else x
+
+    x = torch.zeros(2)
+    assert not private.is_exporting()
+    assert torch.equal(torch.export.export(Asks(), (x,)).module()(x), x + 1)
+    assert torch.equal(torch.compile(Asks(), backend="eager", fullgraph=True)(x), x)

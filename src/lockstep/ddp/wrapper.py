@@ -319,7 +319,7 @@ class DistributedDataParallel(TorchNames, _Base):
     # forward does before and after the module (buffers, join, logging) is not for a graph.
     @torch_private.leave_frame_to_python
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_exporting():
+        if torch_private.is_exporting():
             raise RuntimeError("torch.export cannot export a data-parallel wrapper; export lockstep.unwrap(model).")
         # A function that calls this is being compiled: the module becomes a part of it, see dispatch.py.
         if torch.compiler.is_dynamo_compiling() and self._is_inlined(inputs, kwargs):

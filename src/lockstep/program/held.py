@@ -57,7 +57,8 @@ class Likenesses:
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         self._given: list[tuple[Tensor, dict[str, Any], set[str]]] = []
         for own, tensor in pairs:
-            attributes = attributes_of(own)
+            known = vars(tensor)
+            attributes = {name: v for name, v in attributes_of(own).items() if known.get(name, self) is not v}
             for name in attributes:
                 if hasattr(tensor, name):
                     raise Untraceable(f"a tensor has an attribute {name}, which tensors have of their own in a trace")

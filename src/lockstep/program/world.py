@@ -216,7 +216,8 @@ def _containers(value: Any) -> Iterator[tuple[_Read, list[Any]]]:
             yield partial(_bytes_of, value), []
     else:
         slots = _slots_of(type(value))
-        has_entries = type(value).__dictoffset__ != 0
+        # Asked of its classes, as a __getattr__ of its own may answer with any error.
+        has_entries = any("__dict__" in vars(kind) for kind in type(value).__mro__)
         if has_entries:
             look = partial(_of_object, value)
             yield look, look()

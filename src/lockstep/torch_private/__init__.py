@@ -120,6 +120,7 @@ _NAMES_BY_PART = {
         "has_compiled_code",
         "in_compiled_backward",
         "is_compiled",
+        "is_exporting",
         "leave_frame_to_python",
         "leave_to_python",
         "on_graph_so_far",

@@ -42,6 +42,11 @@ def _skip_frame(code: types.CodeType, *, recursive: bool = False) -> None:
     set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, inner))
 
 
+def is_exporting() -> bool:
+    """Whether torch.export is at work; ``torch.compiler.is_exporting`` is true in torch 2.11 wherever dynamo traces."""
+    return bool(torch.compiler._is_exporting_flag)
+
+
 def without_compiler(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """``torch.compiler.disable(function)``, which is not called before there is a compiler in this process.
 
