@@ -34,7 +34,9 @@ def place_look(value: Any) -> Callable[[], list[Any]] | None:
         return partial(_of_numpy, value)
     if isinstance(value, types.GeneratorType):
         return partial(_of_frame, value)
-    if isinstance(value, (bytearray, array.array, memoryview)) or type(value).__mro__[-2].__module__ == "_ctypes":
+    if isinstance(value, (bytearray, array.array, memoryview)) or any(
+        kind.__module__ == "_ctypes" for kind in type(value).__mro__
+    ):
         return partial(_of_bytes, value)
     if isinstance(value, Iterator) and type(value).__module__ in _ITERATORS_OF:
         return partial(_of_iterator, value)
