@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from uuid import uuid4
+
 import pytest
 import torch
 
@@ -46,11 +48,12 @@ def test_graph_pass() -> None:
         return x.cos() * 3
 
     found = []
+    run = uuid4().hex  # what other runs have left in the cache is not this one's
     for setting in ("joint_custom_post_pass", "post_grad_custom_post_pass"):
         for key in ("one", "one", "other"):
             torch._dynamo.reset()
             counters.clear()
-            patches = {setting: private.graph_pass(lambda graph: None, f"{setting} {key}")}
+            patches = {setting: private.graph_pass(lambda graph: None, f"{setting} {key} {run}")}
 
             def backend(gm: torch.fx.GraphModule, inputs: object, patches: object = patches) -> object:
                 return private.compile_with_inductor(private.inductor_backend(), gm, inputs, patches)
